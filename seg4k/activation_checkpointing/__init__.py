@@ -1,0 +1,1 @@
+"""What to recompute: segments, plans, modes, application and guards."""

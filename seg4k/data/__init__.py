@@ -1,0 +1,1 @@
+"""Datasets, transforms, formats and checks."""

@@ -1,0 +1,1 @@
+"""Prediction, evaluation and export."""

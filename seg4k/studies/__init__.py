@@ -1,0 +1,1 @@
+"""Many runs and one verdict: sweeps, Pareto front, parity."""

@@ -1,0 +1,1 @@
+"""The Lightning part: module, optimizers, callbacks and the run card."""
