@@ -206,7 +206,8 @@ def build_encoder(
     vit = _pretrained(name, arguments) if weights == "pretrained" else timm.create_model(name, **arguments)
     if weights not in ("pretrained", "random"):
         load_timm_weights(vit, Path(weights))
-    mean, std = vit.default_cfg["mean"], vit.default_cfg["std"]
+    defaults = cast(Any, vit).default_cfg
+    mean, std = tuple(defaults["mean"]), tuple(defaults["std"])
     repeat = -(-in_channels // len(mean))
     return ViTEncoder(
         vit, (mean * repeat)[:in_channels], (std * repeat)[:in_channels], _frozen_stages(frozen)
@@ -242,22 +243,22 @@ def _frozen_stages(frozen: int | str) -> int:
 
 
 def _pretrained(name: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """timm's pretrained model, or a UserError that gives the two ways on; never silent random weights."""
+    """Make timm's pretrained model, or raise a UserError with the two ways on; never silent random weights."""
     import timm
 
     try:
-        return cast(nn.Module, timm.create_model(name, pretrained=True, **arguments))
+        return timm.create_model(name, pretrained=True, **arguments)
     except Exception as error:  # the hub client raises its own, requests' or OS errors, by version
         raise UserError(
             f"model.encoder.weights=pretrained: the weights of {name} could not be had "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). Two ways on: fetch them where "
-            "there is a network and give the file, model.encoder.weights=/path/to/model.safetensors; or train "
-            "from scratch, model.encoder.weights=random."
+            f"({type(error).__name__}: {str(error).partition(chr(10))[0]}). Two ways on: fetch them where there "
+            "is a network and give the file, model.encoder.weights=/path/to/model.safetensors; or train from "
+            "scratch, model.encoder.weights=random."
         ) from error
 
 
 def load_timm_weights(vit: nn.Module, path: Path) -> None:
-    """Load a weights file of the same timm architecture; position embeddings are resampled to the model's size.
+    """Load a weights file of the same architecture; position embeddings are resampled to the model's size.
 
     No code in the file is run: `.safetensors`, or a `.pth` read with `weights_only`.
 
@@ -289,7 +290,7 @@ def load_timm_weights(vit: nn.Module, path: Path) -> None:
             state = dict(state[wrapper])
     own = vit.state_dict()
     try:
-        state = (filter_eva if isinstance(vit, Eva) else filter_vit)(state, vit)
+        state = (filter_eva if isinstance(vit, Eva) else filter_vit)(state, cast(Any, vit))
         kernel = "patch_embed.proj.weight"
         if kernel in state and state[kernel].shape[1] != own[kernel].shape[1]:
             state[kernel] = adapt_input_conv(own[kernel].shape[1], state[kernel])
@@ -302,6 +303,6 @@ def load_timm_weights(vit: nn.Module, path: Path) -> None:
     except (KeyError, RuntimeError, AttributeError, NotImplementedError) as error:
         reason = str(error.args[0]).strip().splitlines()[-1].strip()
         raise UserError(
-            f"{where}: these are weights of another architecture than {cast(Any, vit).default_cfg['architecture']}"
-            f": {reason}. Set model.encoder.name to the one they were saved from."
+            f"{where}: these are weights of another architecture than "
+            f"{cast(Any, vit).default_cfg['architecture']}: {reason}. Set model.encoder.name to the one they were saved from."
         ) from error

@@ -1,7 +1,6 @@
 """The normalisation of neck and decoder."""
 
 import math
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +35,11 @@ def make_norm(kind: str, channels: int) -> nn.Module:
 
 
 def replace_batch_norm(module: nn.Module, kind: str) -> nn.Module:
-    """Replace each BatchNorm2d inside `module` by the norm of this kind, for libraries that offer no choice."""
+    """Replace each BatchNorm2d inside `module` by this norm, for libraries that offer no choice."""
     if kind != "batch":
         for name, child in module.named_children():
             if isinstance(child, nn.BatchNorm2d):
                 setattr(module, name, make_norm(kind, child.num_features))
             else:
                 replace_batch_norm(child, kind)
-    return cast(nn.Module, module)
+    return module

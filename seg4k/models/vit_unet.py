@@ -87,7 +87,7 @@ class ViTUNet(nn.Module):
         return cast(Tensor, self.head(self.forward_features(image)))[..., :height, :width]
 
     def forward_features(self, image: Tensor) -> Tensor:
-        """What the head takes: (B, F, H', W'), of the image padded at its right and lower edge to whole patches."""
+        """Features (B, F, H', W') for the head; H' and W' are the image's, rounded up to whole patches."""
         image = self.preprocess(image)
         height, width = image.shape[-2:]
         rows, columns = height // self.encoder.patch_size[0], width // self.encoder.patch_size[1]
@@ -112,13 +112,16 @@ class ViTUNet(nn.Module):
         return result
 
     def preprocess(self, image: Tensor) -> Tensor:
-        """Scale to [0, 1], normalise, pad to whole patches; in autocast's dtype, which both readers would cast to."""
-        if image.ndim != 4 or image.shape[1] != self.mean.shape[1]:
+        """Scale to [0, 1], normalise, pad to whole patches.
+
+        The result has autocast's dtype where it is on: both readers would cast to it, each to its own copy.
+        """
+        mean, std = cast(Tensor, self.mean), cast(Tensor, self.std)
+        if image.ndim != 4 or image.shape[1] != mean.shape[1]:
             raise UserError(
-                f"the model takes images (B, {self.mean.shape[1]}, H, W), not {tuple(image.shape)}; "
+                f"the model takes images (B, {mean.shape[1]}, H, W), not {tuple(image.shape)}; "
                 "set model.in_channels to the channels of the data"
             )
-        mean, std = cast(Tensor, self.mean), cast(Tensor, self.std)
         if not image.is_floating_point():
             if image.dtype != torch.uint8:
                 raise UserError(
@@ -163,7 +166,7 @@ class ViTUNet(nn.Module):
         return steps
 
     def segments(self) -> dict[str, nn.Module]:
-        """Every module that may be recomputed as one, by name, in forward order; nested ones after their parent."""
+        """Every module that may be recomputed as one, in forward order; nested ones after their parent."""
         nested = {f"encoder.{name}": module for name, module in self.encoder.segments().items()}
         found: dict[str, nn.Module] = {}
         for step in self.steps():
@@ -175,7 +178,7 @@ class ViTUNet(nn.Module):
         return {**found, "head": self.head}
 
     def parameters_by_depth(self) -> Iterator[tuple[int, str, nn.Parameter]]:
-        """Each parameter with its depth: 0 for the embedding, up to `encoder.depth + 1` for neck, decoder and head."""
+        """Each parameter with its depth: 0 the embedding, `encoder.depth + 1` neck, decoder and head."""
         for name, parameter in self.named_parameters():
             inside = name.startswith("encoder.")
             depth = self.encoder.depth_of(name.removeprefix("encoder.")) if inside else self.encoder.depth + 1
