@@ -1,0 +1,235 @@
+"""The LightningDataModule: one source, its training crops and its validation tiles."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from lightning.pytorch import LightningDataModule
+
+from seg4k.data import blue_marble, folder
+from seg4k.data.classes import ClassTable
+from seg4k.data.images import read_image
+from seg4k.data.loader import BatchLoader, ResumableLoader
+from seg4k.data.samples import CropDataset, Sample, TileDataset, find_rare
+from seg4k.data.sampling import EpochSampler, EverySampleSampler
+from seg4k.data.scenes import PairReader, Scene
+from seg4k.data.transforms import Augment
+from seg4k.errors import UserError
+
+_MOST_WORKERS = 8
+_PICTURE_CANDIDATES = 64
+
+
+class Source(Protocol):
+    """Where scenes come from.
+
+    Attributes:
+        class_table: the classes of its masks.
+        in_channels: channels of its images.
+    """
+
+    class_table: ClassTable
+    in_channels: int
+
+    def prepare(self) -> None:
+        """Write what is needed on disk; called in one process of each machine, and cheap when it is there."""
+
+    def scenes(self, split: str) -> Sequence[Scene]:
+        """The scenes of the split `train` or `val`."""
+
+
+class BlueMarbleSource:
+    """Land, ocean and lake on Blue Marble, built into `root`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.class_table = blue_marble.CLASSES
+        self.in_channels = 3
+
+    def prepare(self) -> None:
+        """Build the task where it is missing or damaged."""
+        blue_marble.prepare(self.root)
+
+    def scenes(self, split: str) -> Sequence[Scene]:
+        """One scene: the region of the split."""
+        scene = blue_marble.scene(self.root, split)
+        scene.arrays()  # before the workers are forked, so that they share the pixels
+        return [scene]
+
+
+class FolderSource:
+    """Pairs of files in a plain folder; `in_channels` None takes the channels of the first training image."""
+
+    def __init__(self, root: Path | None, in_channels: int | None) -> None:
+        self.class_table = folder.read_classes(root)
+        self.root = root
+        first = folder.first_image(root)
+        image = read_image(first)
+        self.in_channels = in_channels or image.shape[2]
+        self.reader = PairReader(self.class_table, self.in_channels, image.dtype)
+
+    def prepare(self) -> None:
+        """Nothing: the files are there."""
+
+    def scenes(self, split: str) -> Sequence[Scene]:
+        """One scene per pair."""
+        return folder.scenes(self.root, split, self.reader)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the datamodule is told beside its source; see conf/data/*.yaml for each."""
+
+    image_size: tuple[int, int]
+    val_size: tuple[int, int] | None = None
+    samples_per_epoch: int | None = None
+    rare_crop_share: float = 0.0
+    rare_classes: tuple[str, ...] = ()
+    augment: Augment = field(default_factory=Augment)
+    num_workers: int | None = 0
+
+
+class SegmentationDataModule(LightningDataModule):
+    """Batches of crops for training and of tiles for validation.
+
+    A batch is a dict: `image` uint8 (8-bit images) or float32 in [0, 1] (16-bit ones), (B, C, H, W); `mask`
+    int64 (B, H, W); `name` list of str. It shards over processes itself: give the Trainer
+    `use_distributed_sampler=False`.
+
+    Args:
+        source: the scenes and classes.
+        settings: sizes, shares, augmentation, workers.
+        seed: seed of the run.
+        batch_size: samples per step on one process.
+        accumulate: steps of one optimizer step; an epoch is a whole number of optimizer steps.
+    """
+
+    def __init__(
+        self, source: Source, settings: Settings, *, seed: int, batch_size: int, accumulate: int = 1
+    ) -> None:
+        super().__init__()
+        self.source = source
+        self.settings = settings
+        self.seed = seed
+        self.batch_size = batch_size
+        self.accumulate = accumulate
+        self._train: CropDataset | None = None
+        self._val: TileDataset | None = None
+
+    @property
+    def class_table(self) -> ClassTable:
+        """Names, colours and the ignored label."""
+        return self.source.class_table
+
+    @property
+    def in_channels(self) -> int:
+        """Channels of the images."""
+        return self.source.in_channels
+
+    def prepare_data(self) -> None:
+        """Write what is needed on disk; Lightning calls it in one process of each machine."""
+        self.source.prepare()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Find the scenes and check them; `stage` other than `fit` needs those of validation only.
+
+        Raises:
+            UserError: naming the file or the setting that is wrong.
+        """
+        if stage in (None, "fit"):
+            self.train_dataset()
+        self.val_dataset()
+
+    def train_dataset(self) -> CropDataset:
+        """The training crops, made on first use."""
+        if self._train is None:
+            settings, table = self.settings, self.class_table
+            self.source.prepare()
+            scenes = self.source.scenes("train")
+            rare: dict[int, list[int]] = {}
+            if settings.rare_crop_share > 0:
+                rare = find_rare(scenes, {name: table.index(name) for name in settings.rare_classes})
+            dtype = scenes[0].arrays()[0].dtype
+            if settings.augment.jitters and (self.in_channels != 3 or dtype != np.uint8):
+                raise UserError(
+                    f"data.augment.colour is for 8-bit images of 3 channels; these have "
+                    f"{self.in_channels} of "
+                    f"{dtype.itemsize * 8} bits: set data.augment.colour=0."
+                )
+            self._train = CropDataset(
+                scenes,
+                settings.image_size,
+                seed=self.seed,
+                samples_per_epoch=settings.samples_per_epoch,
+                augment=settings.augment,
+                ignore_index=table.ignore_index,
+                rare_share=settings.rare_crop_share,
+                rare_scenes=rare,
+            )
+        return self._train
+
+    def val_dataset(self) -> TileDataset:
+        """The tiles of validation, made on first use."""
+        if self._val is None:
+            self.source.prepare()
+            scenes = self.source.scenes("val")
+            self._val = TileDataset(
+                scenes, self.settings.val_size, ignore_index=self.class_table.ignore_index
+            )
+        return self._val
+
+    def train_dataloader(self) -> ResumableLoader:
+        """The crops of this process; the sampler's epoch is set by Lightning."""
+        dataset, (rank, world) = self.train_dataset(), self._place()
+        sampler = EpochSampler(
+            len(dataset),
+            seed=self.seed,
+            rank=rank,
+            world=world,
+            multiple=self.batch_size * self.accumulate * world,
+        )
+        return ResumableLoader(dataset, sampler, batch_size=self.batch_size, num_workers=self._workers())
+
+    def val_dataloader(self) -> BatchLoader:
+        """The tiles of this process; whole images come one by one where they differ in size."""
+        dataset, (rank, world) = self.val_dataset(), self._place()
+        sampler = EverySampleSampler(len(dataset), rank=rank, world=world)
+        sizes = {window[2:] for _, window in dataset.tiles}
+        batch_size = self.batch_size if len(sizes) == 1 else 1
+        return BatchLoader(
+            dataset, sampler, batch_size=batch_size, num_workers=self._workers(), drop_last=False
+        )
+
+    def sample_for_picture(self, count: int) -> list[Sample]:
+        """Up to `count` validation samples for a picture, the ones with most classes first.
+
+        Of many tiles, 64 spread evenly are looked at. A sample is as in a batch, without its first dimension.
+        """
+        dataset = self.val_dataset()
+        candidates = np.unique(np.linspace(0, len(dataset) - 1, _PICTURE_CANDIDATES).round().astype(int))
+        scored: list[tuple[float, int]] = []
+        for index in candidates:
+            labels = dataset[int(index)]["mask"].numpy()
+            counts = np.bincount(
+                labels[labels < len(self.class_table)].ravel(), minlength=len(self.class_table)
+            )
+            shares = counts[counts > 0] / max(counts.sum(), 1)
+            # The number of classes decides; among equals, how evenly they share the picture.
+            evenness = float(-(shares * np.log(shares)).sum()) / np.log(max(len(counts), 2))
+            scored.append((-(len(shares) + 0.999 * evenness), int(index)))
+        samples = [dataset[index] for _, index in sorted(scored)[:count]]
+        return [{**sample, "mask": sample["mask"].long()} for sample in samples]
+
+    def _place(self) -> tuple[int, int]:
+        trainer = self.trainer
+        return (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
+
+    def _workers(self) -> int:
+        if self.settings.num_workers is not None:
+            return self.settings.num_workers
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        return min(_MOST_WORKERS, max(1, cores // local - 1))

@@ -1,0 +1,107 @@
+"""DataLoaders that give batches as training expects them, and one that resumes in mid-epoch."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import cv2
+import torch
+from torch.utils.data import DataLoader
+
+from seg4k.data.samples import CropDataset, Sample, TileDataset
+from seg4k.data.sampling import EpochSampler, EverySampleSampler
+from seg4k.errors import UserError
+
+Batch = dict[str, Any]
+"""`image` uint8 or float32 (B, C, H, W), `mask` int64 (B, H, W), `name` list of str."""
+
+
+class BatchLoader(DataLoader[Sample]):
+    """Batches of samples; a fault in a worker raises the error of the sample, which names the file."""
+
+    def __init__(
+        self,
+        dataset: CropDataset | TileDataset,
+        sampler: EpochSampler | EverySampleSampler,
+        *,
+        batch_size: int,
+        num_workers: int,
+        drop_last: bool,
+    ) -> None:
+        super().__init__(
+            dataset,
+            batch_size=batch_size,
+            sampler=sampler,
+            num_workers=num_workers,
+            drop_last=drop_last,
+            pin_memory=torch.cuda.is_available(),
+            persistent_workers=num_workers > 0,
+            worker_init_fn=_one_thread,
+        )
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch names its own private class
+        return self._batches(super().__iter__())
+
+    def _batches(self, batches: Iterator[Any]) -> Iterator[Batch]:
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except UserError as error:
+                raise _plain(error) from None
+            # Masks travel from the workers with a byte per pixel: int64 is eight times the shared memory.
+            small = batch["mask"]
+            mask = torch.empty(small.shape, dtype=torch.int64, pin_memory=small.is_pinned())
+            batch["mask"] = mask.copy_(small)
+            yield batch
+
+
+class ResumableLoader(BatchLoader):
+    """Training batches; its state is the place in the epoch after the batches that were given out.
+
+    Lightning keeps this state in its checkpoints; it is exact for those written at the end of a batch.
+    """
+
+    def __init__(
+        self, dataset: CropDataset, sampler: EpochSampler, *, batch_size: int, num_workers: int
+    ) -> None:
+        super().__init__(dataset, sampler, batch_size=batch_size, num_workers=num_workers, drop_last=True)
+        self._places = sampler
+        self._step = batch_size * sampler.world
+        self._state = sampler.state_dict()
+
+    def state_dict(self) -> dict[str, int]:
+        """The epoch and the samples of it that were given out, over all processes."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Begin the next iteration at `state`."""
+        self._places.load_state_dict(state)
+        self._state = dict(state)
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        places = self._places.state_dict()
+        return self._from(places, super().__iter__())
+
+    def _from(self, places: dict[str, int], batches: Iterator[Batch]) -> Iterator[Batch]:
+        if places != self._places.state_dict():
+            # Lightning makes the first iterator before it sets the epoch, and the workers have begun.
+            places = self._places.state_dict()
+            batches = super().__iter__()
+        self._state = places
+        for batch in batches:
+            self._state = {"epoch": places["epoch"], "start_sample": self._state["start_sample"] + self._step}
+            yield batch
+        self._places.start_sample = 0
+
+
+def _one_thread(worker: int) -> None:
+    # Workers share the cores among themselves; OpenCV would start a thread per core in each of them.
+    cv2.setNumThreads(0)
+
+
+def _plain(error: UserError) -> UserError:
+    """The error as the sample raised it: torch wraps those of workers in a copy of the traceback."""
+    text = str(error)
+    marker = f"{UserError.__module__}.{UserError.__qualname__}: "
+    return UserError(text.rpartition(marker)[2].strip()) if marker in text else error

@@ -1,0 +1,210 @@
+"""Datasets: random crops for training, a grid of tiles for validation."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from seg4k.data.images import Image, Mask
+from seg4k.data.sampling import PADDING, Key, sample_generator, scene_order
+from seg4k.data.scenes import Scene, Window, read_window
+from seg4k.data.transforms import Augment, Transform
+from seg4k.errors import UserError
+
+Sample = dict[str, Any]
+"""`image` uint8 or float32 (C, H, W), `mask` uint8 or int32 (H, W), `name` str."""
+
+
+class CropDataset(Dataset[Sample]):
+    """Random crops of the training scenes; what a sample looks like depends on (seed, epoch, index) alone.
+
+    Scenes take turns: each is used once before any is used again, across epochs too. A share of the crops is
+    instead placed on a pixel of a rare class: the class is drawn first, then a scene that has it, then the
+    pixel, which lies within the middle half of the crop unless the border of the scene is near.
+
+    A crop that is larger than its scene holds all of it; the rest is black and ignored.
+
+    Args:
+        scenes: where crops are read.
+        size: height and width of a crop.
+        seed: seed of the run.
+        samples_per_epoch: crops of an epoch; None for one per scene.
+        augment: what is changed at random.
+        ignore_index: label of what lies beyond a scene.
+        rare_share: share of crops that are placed on rare classes, 0 to 1.
+        rare_scenes: for each rare class, by its label, the indices of the scenes that have it.
+    """
+
+    def __init__(
+        self,
+        scenes: Sequence[Scene],
+        size: tuple[int, int],
+        *,
+        seed: int,
+        samples_per_epoch: int | None,
+        augment: Augment,
+        ignore_index: int,
+        rare_share: float = 0.0,
+        rare_scenes: dict[int, list[int]] | None = None,
+    ) -> None:
+        self.scenes = scenes
+        self.size = size
+        self.seed = seed
+        self.augment = augment
+        self.ignore_index = ignore_index
+        self.rare_share = rare_share
+        self.rare_scenes = rare_scenes or {}
+        self._length = samples_per_epoch or len(scenes)
+        self._transform = Transform(augment, size) if augment.transforms else None
+        self._pass: tuple[int, Any] = (-1, None)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, key: Key) -> Sample:
+        epoch, index = key
+        generator = sample_generator(self.seed, epoch, index)
+        height, width = self._window_size(generator)
+        if self.rare_scenes and generator.random() < self.rare_share:
+            scene, top, left = self._rare_place(height, width, generator)
+        else:
+            scene = self._scene_in_turn(epoch * self._length + index)
+            top = _random_start(scene.size[0], height, generator)
+            left = _random_start(scene.size[1], width, generator)
+        image, mask = read_window(scene, Window(top, left, height, width), self.ignore_index)
+        image, mask = _resize(image, mask, self.size)
+        if self._transform is not None:
+            image, mask = self._transform(image, mask, generator)
+        return to_sample(image, mask, f"{scene.name}@{top},{left}")
+
+    def _window_size(self, generator: np.random.Generator) -> tuple[int, int]:
+        low, high = self.augment.scale
+        if (low, high) == (1.0, 1.0):
+            return self.size
+        zoom = math.exp(generator.uniform(math.log(low), math.log(high)))
+        return max(1, round(self.size[0] / zoom)), max(1, round(self.size[1] / zoom))
+
+    def _scene_in_turn(self, turn: int) -> Scene:
+        passed, place = divmod(turn, len(self.scenes))
+        if self._pass[0] != passed:
+            self._pass = (passed, scene_order(self.seed, passed, len(self.scenes)))
+        return self.scenes[int(self._pass[1][place])]
+
+    def _rare_place(self, height: int, width: int, generator: np.random.Generator) -> tuple[Scene, int, int]:
+        labels = sorted(self.rare_scenes)
+        label = labels[int(generator.integers(len(labels)))]
+        holders = self.rare_scenes[label]
+        scene = self.scenes[holders[int(generator.integers(len(holders)))]]
+        positions = scene.positions(label)
+        row, column = divmod(int(positions[int(generator.integers(len(positions)))]), scene.size[1])
+        return (
+            scene,
+            _start_around(row, scene.size[0], height, generator),
+            _start_around(column, scene.size[1], width, generator),
+        )
+
+
+class TileDataset(Dataset[Sample]):
+    """Tiles that cover every pixel of the validation scenes exactly once.
+
+    The last tile of a row or column reaches beyond its scene; what lies there is black and ignored. The index
+    `PADDING` gives a tile that is ignored as a whole.
+
+    Args:
+        scenes: what is covered.
+        size: height and width of a tile; None takes each scene as one tile.
+        ignore_index: label of what lies beyond a scene.
+    """
+
+    def __init__(self, scenes: Sequence[Scene], size: tuple[int, int] | None, *, ignore_index: int) -> None:
+        self.scenes = scenes
+        self.ignore_index = ignore_index
+        self.tiles: list[tuple[int, Window]] = [
+            (number, window)
+            for number, scene in enumerate(scenes)
+            for window in tile_windows(scene.size, size)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.tiles)
+
+    def __getitem__(self, key: Key | int) -> Sample:
+        index = key if isinstance(key, int) else key[1]
+        number, window = self.tiles[0 if index == PADDING else index]
+        scene = self.scenes[number]
+        image, mask = read_window(scene, window, self.ignore_index)
+        if index == PADDING:
+            image[:], mask[:] = 0, self.ignore_index
+            return to_sample(image, mask, "padding")
+        whole = window == (0, 0, *scene.size)
+        return to_sample(image, mask, scene.name if whole else f"{scene.name}@{window.top},{window.left}")
+
+
+def tile_windows(size: tuple[int, int], tile: tuple[int, int] | None) -> list[Window]:
+    """The windows of a grid of tiles over a scene, row by row; one of the whole where `tile` is None."""
+    height, width = tile or size
+    return [
+        Window(top, left, height, width)
+        for top in range(0, size[0], height)
+        for left in range(0, size[1], width)
+    ]
+
+
+def to_sample(image: Image, mask: Mask, name: str) -> Sample:
+    """Make tensors: 8-bit images stay uint8, 16-bit ones become float32 in [0, 1]."""
+    channels_first = np.ascontiguousarray(image.transpose(2, 0, 1))
+    if channels_first.dtype == np.uint16:
+        channels_first = channels_first.astype(np.float32) / np.float32(65535)
+    # torch has few operations for uint16.
+    labels = mask if mask.dtype == np.uint8 else mask.astype(np.int32)
+    return {
+        "image": torch.from_numpy(channels_first),
+        "mask": torch.from_numpy(np.ascontiguousarray(labels)),
+        "name": name,
+    }
+
+
+def find_rare(scenes: Sequence[Scene], classes: dict[str, int]) -> dict[int, list[int]]:
+    """For each class, given as name and label, the indices of the scenes that have it.
+
+    Raises:
+        UserError: where no scene has one of them.
+    """
+    found: dict[int, list[int]] = {label: [] for label in classes.values()}
+    for number, scene in enumerate(scenes):
+        for label, holders in found.items():
+            if len(scene.positions(label)):
+                holders.append(number)
+    for name, label in classes.items():
+        if not found[label]:
+            raise UserError(
+                f"The rare class {name!r} is in no training mask; remove it from data.rare_classes, or set "
+                "data.rare_crop_share=0."
+            )
+    return found
+
+
+def _random_start(length: int, window: int, generator: np.random.Generator) -> int:
+    return int(generator.integers(max(length - window, 0) + 1))
+
+
+def _start_around(place: int, length: int, window: int, generator: np.random.Generator) -> int:
+    """A start with `place` in the middle half of the window; the window stays within `length` if it can."""
+    start = place - window // 2 + round(generator.uniform(-0.25, 0.25) * window)
+    start = min(max(start, place - window + 1), place)  # small windows: rounding must not lose the place
+    return min(max(start, 0), max(length - window, 0))
+
+
+def _resize(image: Image, mask: Mask, size: tuple[int, int]) -> tuple[Image, Mask]:
+    if mask.shape == size:
+        return image, mask
+    shrinks = mask.shape[0] > size[0]
+    width_height = (size[1], size[0])
+    image = cv2.resize(image, width_height, interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR)
+    # INTER_NEAREST takes the upper left corner of a pixel and would shift the mask against the image.
+    mask = cv2.resize(mask, width_height, interpolation=cv2.INTER_NEAREST_EXACT)
+    return (image[:, :, None] if image.ndim == 2 else image), mask

@@ -1,0 +1,232 @@
+"""Scenes: images with their masks, of any size, from which crops and tiles are read."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seg4k.data.classes import ClassTable
+from seg4k.data.images import Image, Mask, read_image, read_mask
+from seg4k.errors import UserError
+
+
+class Window(NamedTuple):
+    """A rectangle of pixels; it may reach beyond its scene."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+class Scene(Protocol):
+    """An image (H, W, C) with its mask (H, W)."""
+
+    @property
+    def name(self) -> str:
+        """What messages and samples call it."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+
+    def arrays(self) -> tuple[Image, Mask]:
+        """The whole image and mask; not to be written to."""
+
+    def mask(self) -> Mask:
+        """The whole mask; not to be written to."""
+
+    def positions(self, label: int) -> NDArray[np.int64]:
+        """Flat positions (row * width + column) of the pixels with this label."""
+
+
+def read_window(scene: Scene, window: Window, ignore_index: int) -> tuple[Image, Mask]:
+    """Copy a window of a scene: image (h, w, C) and mask (h, w).
+
+    What lies beyond the scene is black in the image and `ignore_index` in the mask.
+    """
+    image, mask = scene.arrays()
+    top, left = max(window.top, 0), max(window.left, 0)
+    bottom = min(window.top + window.height, mask.shape[0])
+    right = min(window.left + window.width, mask.shape[1])
+    if (bottom - top, right - left) == (window.height, window.width):
+        return image[top:bottom, left:right].copy(), mask[top:bottom, left:right].copy()
+    wide_image = np.zeros((window.height, window.width, image.shape[2]), image.dtype)
+    wide_mask = np.full((window.height, window.width), ignore_index, mask.dtype)
+    if bottom > top and right > left:
+        inside = (
+            slice(top - window.top, bottom - window.top),
+            slice(left - window.left, right - window.left),
+        )
+        wide_image[inside] = image[top:bottom, left:right]
+        wide_mask[inside] = mask[top:bottom, left:right]
+    return wide_image, wide_mask
+
+
+@dataclass
+class PairReader:
+    """Decodes and checks image and mask files; keeps the last few pairs, for tiles of one image.
+
+    Attributes:
+        classes: the labels that a mask may hold, beside the ignored one.
+        channels: channels that every image must have.
+        dtype: type that every image must have, uint8 or uint16.
+        keep: decoded pairs kept in this process.
+    """
+
+    classes: ClassTable
+    channels: int
+    dtype: np.dtype[Any] = field(default_factory=lambda: np.dtype(np.uint8))
+    keep: int = 1
+    _kept: OrderedDict[tuple[Path, Path], tuple[Image, Mask]] = field(
+        default_factory=OrderedDict, init=False, repr=False
+    )
+
+    def read(self, image_path: Path, mask_path: Path) -> tuple[Image, Mask]:
+        """Image (H, W, C) and mask (H, W) of a pair.
+
+        Raises:
+            UserError: naming the file, where one is damaged, has other channels or another type than given,
+                or the two do not fit each other or the classes.
+        """
+        key = (image_path, mask_path)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        image, mask = read_image(image_path), self.read_mask(mask_path)
+        if image.shape[2] != self.channels:
+            raise UserError(
+                f"{image_path} has {image.shape[2]} channels where {self.channels} are expected; convert it, "
+                f"or set data.in_channels={image.shape[2]} if all images are so."
+            )
+        if image.dtype != self.dtype:
+            raise UserError(
+                f"{image_path} has {image.dtype.itemsize * 8} bits per channel where the first image has "
+                f"{self.dtype.itemsize * 8}; convert one of them."
+            )
+        if image.shape[:2] != mask.shape:
+            raise size_error(image_path, image.shape[:2], mask_path, mask.shape)
+        self._kept[key] = image, mask
+        while len(self._kept) > self.keep:
+            self._kept.popitem(last=False)
+        return image, mask
+
+    def read_mask(self, path: Path) -> Mask:
+        """A mask (H, W) whose labels are checked.
+
+        Raises:
+            UserError: naming the file and the label, where a label is no class and not ignored.
+        """
+        mask = read_mask(path)
+        highest = int(mask.max())
+        if highest >= len(self.classes):
+            present = np.flatnonzero(np.bincount(mask.ravel(), minlength=1))
+            wrong = [int(x) for x in present if x >= len(self.classes) and x != self.classes.ignore_index]
+            if wrong:
+                raise UserError(
+                    f"The mask {path} holds the label {', '.join(map(str, wrong[:5]))}"
+                    f"{', ...' if len(wrong) > 5 else ''}, but the classes are 0 to "
+                    f"{len(self.classes) - 1} and {self.classes.ignore_index} is ignored; "
+                    "correct the mask, or the class file."
+                )
+        if self.classes.ignore_index > 255 and mask.dtype == np.uint8:
+            return mask.astype(np.uint16)
+        return mask
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": OrderedDict()}
+
+
+@dataclass(frozen=True)
+class FileScene:
+    """A pair of files, decoded when read."""
+
+    name: str
+    size: tuple[int, int]
+    image_path: Path
+    mask_path: Path
+    reader: PairReader
+
+    def arrays(self) -> tuple[Image, Mask]:
+        """The whole image (H, W, C) and mask (H, W)."""
+        image, mask = self.reader.read(self.image_path, self.mask_path)
+        if mask.shape != self.size:
+            raise UserError(f"{self.image_path} has changed its size while the run used it; start again.")
+        return image, mask
+
+    def mask(self) -> Mask:
+        """The whole mask (H, W)."""
+        return self.arrays()[1]
+
+    def positions(self, label: int) -> NDArray[np.int64]:
+        """Flat positions of the pixels with this label."""
+        return np.flatnonzero(self.mask() == label)
+
+
+class ArrayScene:
+    """A mosaic of files that is decoded once per process and stays in memory.
+
+    Args:
+        name: what samples are called.
+        grid: rows of pairs (image path, mask path) that, laid side by side, make the scene.
+        size: height and width of the whole.
+        reader: decodes the files.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        grid: Sequence[Sequence[tuple[Path, Path]]],
+        size: tuple[int, int],
+        reader: PairReader,
+    ) -> None:
+        self.name = name
+        self.size = size
+        self._grid = grid
+        self._reader = reader
+        self._arrays: tuple[Image, Mask] | None = None
+        self._positions: dict[int, NDArray[np.int64]] = {}
+
+    def arrays(self) -> tuple[Image, Mask]:
+        """The whole image (H, W, C) and mask (H, W)."""
+        if self._arrays is None:
+            image = np.empty((*self.size, self._reader.channels), self._reader.dtype)
+            mask = np.empty(self.size, np.uint8)
+            top = 0
+            for row in self._grid:
+                left = 0
+                for pair in row:
+                    part, labels = self._reader.read(*pair)
+                    height, width = labels.shape
+                    image[top : top + height, left : left + width] = part
+                    mask[top : top + height, left : left + width] = labels
+                    left += width
+                top += height
+            self._arrays = image, mask
+        return self._arrays
+
+    def mask(self) -> Mask:
+        """The whole mask (H, W)."""
+        return self.arrays()[1]
+
+    def positions(self, label: int) -> NDArray[np.int64]:
+        """Flat positions of the pixels with this label."""
+        if label not in self._positions:
+            self._positions[label] = np.flatnonzero(self.mask() == label)
+        return self._positions[label]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker that is started afresh decodes the files itself instead of being sent the pixels.
+        return {**self.__dict__, "_arrays": None, "_positions": {}}
+
+
+def size_error(image: Path, image_size: Sequence[int], mask: Path, mask_size: Sequence[int]) -> UserError:
+    """The message for a mask whose size (height, width) differs from its image's."""
+    return UserError(
+        f"The mask {mask} is {mask_size[1]}x{mask_size[0]} but its image {image} is "
+        f"{image_size[1]}x{image_size[0]} (width x height); make them equal (resize the mask by nearest)."
+    )
