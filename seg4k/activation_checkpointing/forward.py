@@ -1,0 +1,239 @@
+"""What the forward of a segment does in place of its own: the call through `torch.utils.checkpoint`."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from seg4k.activation_checkpointing.audit import Audit
+from seg4k.activation_checkpointing.errors import ActivationCheckpointingError, inexact
+from seg4k.activation_checkpointing.fingerprint import can_be_read
+from seg4k.activation_checkpointing.guards import BoundaryGuard, check_unchanged, version
+from seg4k.activation_checkpointing.norms import frozen_statistics
+from seg4k.activation_checkpointing.offload import boundary_of
+from seg4k.activation_checkpointing.plan import Policy
+from seg4k.activation_checkpointing.selective import AttentionKeeper, compiled_contexts, no_attention
+from seg4k.errors import UserError
+
+AuditMode = Literal["first_step", "always", "off"]
+AUDITS: tuple[AuditMode, ...] = ("first_step", "always", "off")
+
+# Kept results of attention pass through hooks in force where torch can do it; else it would warn.
+_RESPECT_HOOKS = (
+    {"respect_saved_tensors_hooks": True}
+    if "respect_saved_tensors_hooks" in inspect.signature(torch.utils.checkpoint._checkpoint_impl).parameters
+    else {}
+)
+
+
+@dataclass
+class SegmentState:
+    """What a recomputed segment's module carries in its `__dict__`.
+
+    A plain value, so that copies and pickles of the model are complete and independent.
+    """
+
+    name: str
+    policy: Policy
+    audit: AuditMode
+    inplace: tuple[str, ...] = ()
+    """Modules inside, by their name in this one, whose `inplace` was switched off."""
+    audited: bool = False
+
+
+class Observer:
+    """Told of each run of a segment's body; `measure` counts with it."""
+
+    def enter(self, segment: str, recompute: bool) -> None:
+        """Before the body runs."""
+
+    def leave(self, segment: str, recompute: bool) -> None:
+        """After it, however it ended."""
+
+
+_observers: list[Observer] = []
+
+
+@contextmanager
+def observed_by(observer: Observer) -> Iterator[None]:
+    """Tell an observer of every segment's runs inside the block."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def runs_plainly(module: nn.Module) -> bool:
+    """Whether a segment runs its own forward: nothing will be differentiated, or a graph is being exported."""
+    return (
+        not module.training
+        or not torch.is_grad_enabled()
+        or torch.compiler.is_exporting()
+        or torch.jit.is_tracing()
+    )
+
+
+class SegmentCall:
+    """One call of a segment: the function that `torch.utils.checkpoint` runs, and runs again.
+
+    Args:
+        state: the segment's.
+        modules: the modules that it runs, by full name: one, or those of a run.
+        body: their forward.
+        leaves: all arguments, flat, with None in the place of tensors.
+        places: the places of the tensors in it.
+        spec: how to rebuild the arguments.
+    """
+
+    def __init__(
+        self,
+        state: SegmentState,
+        modules: Mapping[str, nn.Module],
+        body: Callable[..., Any],
+        leaves: list[Any],
+        places: Sequence[int],
+        spec: TreeSpec,
+    ) -> None:
+        self.state = state
+        self.modules = modules
+        self.body = body
+        self.leaves = leaves
+        self.places = places
+        self.spec = spec
+        self.has_run = False
+        self.keeper = AttentionKeeper() if state.policy is Policy.SELECTIVE else None
+        self.audit: Audit | None = None
+        self.training: list[bool] = []
+
+    def __call__(self, *tensors: Tensor) -> Any:  # noqa: ANN401
+        """Run the body on these tensors."""
+        recompute, self.has_run = self.has_run, True
+        for observer in _observers:
+            observer.enter(self.state.name, recompute)
+        try:
+            return self.recompute(tensors) if recompute else self.forward(tensors)
+        finally:
+            for observer in _observers:
+                observer.leave(self.state.name, recompute)
+
+    def forward(self, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401
+        """The first run."""
+        self.training = self.training_flags()
+        with ExitStack() as stack:
+            if self.keeper is not None:
+                stack.enter_context(self.keeper)
+            if self.state.audit != "off" and not self.state.audited and all(map(can_be_read, tensors)):
+                self.audit = Audit(self.state.name, self.modules)
+                stack.enter_context(self.audit.forward(tensors))
+            return self.run(tensors)
+
+    def recompute(self, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401
+        """Every further run, in backward."""
+        if self.training_flags() != self.training:
+            raise inexact(
+                self.state.name,
+                "train() or eval() was called on a module in it between its forward pass and backward",
+                "Call it after backward",
+            )
+        with ExitStack() as stack:
+            stack.enter_context(frozen_statistics(self.modules.values()))
+            if self.keeper is not None:
+                stack.enter_context(self.keeper)
+                stack.enter_context(named_selective_errors(self.state.name))
+            audit, self.audit = self.audit, None
+            if audit is not None:
+                self.state.audited = self.state.audit == "first_step"
+                stack.enter_context(audit.recompute(tensors))
+            return self.run(tensors)
+
+    def run(self, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return self.body(*args, **kwargs)
+
+    def training_flags(self) -> list[bool]:
+        return [inner.training for module in self.modules.values() for inner in module.modules()]
+
+
+@contextmanager
+def named_selective_errors(segment: str) -> Iterator[None]:
+    """Give errors of torch's selective checkpointing the name of the segment."""
+    try:
+        yield
+    except ActivationCheckpointingError:
+        raise
+    except RuntimeError as error:
+        text = str(error)
+        if "selective activation checkpoint" in text or "encountered during backward" in text:
+            raise inexact(
+                segment, f"torch says: {text}", "Or give the segment the policy recompute"
+            ) from error
+        raise
+
+
+def run_segment(
+    state: SegmentState,
+    modules: Mapping[str, nn.Module],
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:  # noqa: ANN401
+    """Run the body of a segment so that its activations are recomputed in backward.
+
+    Raises:
+        ActivationCheckpointingError: it changes its own input in place; in backward, see `guards` and `audit`.
+        UserError: it is selective and no attention ran in it.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors: list[Tensor] = [leaves[place] for place in places]
+    if not needs_gradient(tensors, modules):
+        return body(*args, **kwargs)
+    for place in places:
+        leaves[place] = None
+    call = SegmentCall(state, modules, body, leaves, places, spec)
+    boundary = boundary_of(state.name, len(tensors)) if state.policy is Policy.OFFLOAD else None
+    options = {"context_fn": call.keeper.contexts, **_RESPECT_HOOKS} if call.keeper is not None else {}
+    before = [version(tensor) for tensor in tensors]
+    with boundary or BoundaryGuard(state.name, len(tensors)):
+        result = checkpoint(call, *tensors, use_reentrant=False, **options)
+    check_unchanged(state.name, tensors, before)
+    if call.keeper is not None and call.keeper.kept == 0:
+        raise no_attention(state.name)
+    return result
+
+
+def needs_gradient(tensors: Sequence[Tensor], modules: Mapping[str, nn.Module]) -> bool:
+    """Whether backward will reach the segment: a frozen one on an image keeps nothing, and has nothing to keep."""
+    return any(tensor.requires_grad for tensor in tensors) or any(
+        parameter.requires_grad for module in modules.values() for parameter in module.parameters()
+    )
+
+
+def compiled_segment(
+    state: SegmentState, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:  # noqa: ANN401
+    """The same under torch.compile, in the plain words that its tracer understands.
+
+    The compiler traces the segment once and knows every mutation in it, so that the guards have nothing to find.
+
+    Raises:
+        UserError: the policy is offload, which cannot be compiled.
+    """
+    if state.policy is Policy.OFFLOAD:
+        raise UserError(
+            f"activation_checkpointing: segment {state.name} has the policy offload, which torch.compile cannot "
+            "trace. Use recompute or selective, or do not compile."
+        )
+    if state.policy is Policy.SELECTIVE:
+        return checkpoint(body, *args, use_reentrant=False, context_fn=compiled_contexts, **kwargs)
+    return checkpoint(body, *args, use_reentrant=False, **kwargs)
