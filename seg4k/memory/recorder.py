@@ -1,0 +1,282 @@
+"""Watching a step: every storage from its birth to its end, and the work of every operator."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+
+__all__ = ["Operation", "Place", "Recorder", "Record"]
+
+aten = torch.ops.aten
+# The CPU's attention operators lack entries in torch's table; the work is that of the other backends.
+_FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+}
+LINK = "host"
+_FOLLOWED = "_seg4k_followed"
+_IGNORED = {torch.ops.prim.device.default, aten.detach.default}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a step: a segment's name, or "input", "loss" or "optimizer", and the phase.
+
+    Phases are "forward", "recompute", "backward" and "optimizer".
+    """
+
+    name: str
+    phase: str
+
+    def __str__(self) -> str:
+        phase = "backward" if self.phase == "recompute" else self.phase
+        return self.name if self.name == phase else f"{self.name} {phase}"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """The work of an operator: FLOPs, bytes read and written, and the type of its operands.
+
+    The type `LINK` marks bytes that cross between device and host.
+    """
+
+    flops: int
+    bytes: int
+    dtype: str
+
+
+@dataclass
+class Record:
+    """A storage: its bytes, the moments of its birth and end (None while alive), and what it is.
+
+    `kind` is "parameters", "gradients", "optimizer", "inputs", "other", or None for what a step computes.
+    """
+
+    bytes: int
+    born: int
+    place: Place
+    kind: str | None = None
+    freed: int | None = None
+
+
+class Recorder(TorchDispatchMode):
+    """Records storages and operators while it is the innermost mode.
+
+    A moment is an index into `live`, the bytes alive after each birth or end of a storage.
+
+    Args:
+        granularity: storages are counted in multiples of this many bytes.
+        count_operations: also tally `operations`.
+    """
+
+    def __init__(self, granularity: int = 1, *, count_operations: bool = True) -> None:
+        super().__init__()
+        self.granularity = granularity
+        self.count_operations = count_operations
+        self.records: list[Record] = []
+        self.live: list[int] = []
+        self.marks: list[tuple[int, Place]] = []
+        self.peaks: dict[Place, int] = {}
+        self.operations: dict[Place, Counter[Operation]] = {}
+        self._place = Place("input", "forward")
+        self._now = 0
+        self._alive: dict[int, tuple[Any, Record]] = {}
+        self._on_host = False
+
+    @property
+    def place(self) -> Place:
+        """Where the step is."""
+        return self._place
+
+    @property
+    def moment(self) -> int:
+        """The index of the latest birth or end; -1 before the first."""
+        return len(self.live) - 1
+
+    def move(self, place: Place) -> None:
+        """Say where the step is from now on."""
+        self._place = place
+        self.marks.append((len(self.live), place))
+        self.peaks[place] = max(self.peaks.get(place, 0), self._now)
+
+    def restart(self) -> None:
+        """Forget what happened, and keep what is alive."""
+        self.records = [record for _, record in self._alive.values()]
+        for record in self.records:
+            record.born = 0
+        self.live, self.marks, self.peaks, self.operations = [self._now], [], {}, {}
+
+    def hold(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """Say what the storages under `tensors` are, and count those not seen before."""
+        for tensor in tensors:
+            self._record(tensor).kind = kind
+
+    @contextmanager
+    def on_host(self, moved: int) -> Iterator[None]:
+        """Leave out what is made meanwhile: it lies in host memory, where `moved` bytes are copied to or from."""
+        self._on_host = True
+        try:
+            yield
+        finally:
+            self._on_host = False
+        if self.count_operations:
+            self._tally(Operation(0, moved, LINK))
+
+    def record_of(self, tensor: torch.Tensor) -> Record:
+        """The record of the storage under a tensor."""
+        return self._record(tensor)
+
+    def _record(self, tensor: torch.Tensor) -> Record:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        entry = self._alive.get(key)
+        if entry is not None:
+            return entry[1]
+        size = -(-storage.nbytes() // self.granularity) * self.granularity
+        if self._on_host or tensor.device.type != "cpu":
+            size = 0
+        record = Record(size, len(self.live), self._exact_place())
+        # The storage's Python object lives as long as the storage itself, also while only C++ holds it.
+        self._alive[key] = (weakref.ref(storage, lambda _: self._end(key)), record)
+        self.records.append(record)
+        self._change(size)
+        return record
+
+    def _end(self, key: int) -> None:
+        _, record = self._alive.pop(key)
+        record.freed = len(self.live)
+        self._change(-record.bytes)
+
+    def _change(self, size: int) -> None:
+        self._now += size
+        self.live.append(self._now)
+        if self._now > self.peaks.get(self._place, 0):
+            self.peaks[self._place] = self._now
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Run an operator, and note what it made."""
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default:
+            # A fake tensor has no value. What steps ask for are counts of steps and flags of overflow.
+            return 1 if not args[0].is_floating_point() else 1.0
+        out = func(*args, **kwargs)
+        if func in _IGNORED:
+            return out
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        for tensor in made:
+            self._record(tensor)
+        if self.count_operations and not func.is_view and not self._on_host:
+            self._count(func, args, kwargs, out, made)
+        return out
+
+    def _count(
+        self,
+        func: Any,  # noqa: ANN401
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,  # noqa: ANN401
+        made: list[torch.Tensor],
+    ) -> None:
+        taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in (*taken, *made))
+        formula = _FLOPS.get(func._overloadpacket)
+        flops = formula(*args, **kwargs, out_val=out) if formula is not None else 0
+        dtype = str((taken or made)[0].dtype).removeprefix("torch.") if taken or made else "float32"
+        self._tally(Operation(int(flops), moved, dtype))
+
+    def _tally(self, operation: Operation) -> None:
+        self.operations.setdefault(self._exact_place(), Counter())[operation] += 1
+
+    def _exact_place(self) -> Place:
+        # Backward itself runs without grad mode; recomputation switches it on.
+        if self._place.phase == "backward" and torch.is_grad_enabled():
+            return Place(self._place.name, "recompute")
+        return self._place
+
+
+class Follower:
+    """Tells a recorder where the step is, by hooks on a model's segments.
+
+    In forward by the segments' calls. In backward by the gradients of their outputs, which are complete when
+    the backward of the segment begins; and by the calls that recomputation makes.
+    """
+
+    def __init__(self, recorder: Recorder, model: nn.Module, segments: dict[str, nn.Module]) -> None:
+        self.recorder = recorder
+        self.phase = "forward"
+        self.entered: Callable[[str, tuple[Any, ...]], None] | None = None
+        self._stack: list[str] = []
+        self._outside = "input"
+        self._handles = []
+        for name, module in segments.items():
+            self._handles.append(module.register_forward_pre_hook(self._enter(name)))
+            self._handles.append(module.register_forward_hook(self._leave(name), always_call=True))
+        self._handles.append(model.register_forward_hook(self._after_model))
+
+    def start(self, phase: str) -> None:
+        """Enter a phase: "forward", "backward" or "optimizer"."""
+        self.phase = phase
+        self._stack.clear()
+        self._outside = {"forward": "input", "backward": "loss"}.get(phase, phase)
+        self.recorder.move(Place(self._outside, phase))
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            self._stack.append(name)
+            if self.phase == "forward" and self.entered is not None:
+                self.entered(name, inputs)
+            self.recorder.move(Place(name, self.phase))
+
+        return hook
+
+    def _leave(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: object, output: object) -> None:
+            if name in self._stack:  # recomputation may end in the midst of a segment
+                del self._stack[self._stack.index(name) :]
+            if self.phase == "forward":
+                # Between segments, what comes next is their model's own code, or the loss.
+                self._outside = "loss"
+            here = self._stack[-1] if self._stack else self._outside
+            if self.phase == "forward" or self._stack:
+                self.recorder.move(Place(here, self.phase))
+            if self.phase != "forward":
+                return
+            for tensor in tree_leaves(output):
+                # The last segment inside returns the same tensor as the one around it: it comes first in
+                # backward, and says more.
+                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                    if not hasattr(tensor, _FOLLOWED):
+                        setattr(tensor, _FOLLOWED, True)
+                        tensor.register_hook(lambda _: self._reached(name))
+
+        return hook
+
+    def _reached(self, name: str) -> None:
+        if self.phase == "backward":
+            self._stack.clear()
+            self.recorder.move(Place(name, "backward"))
+
+    def _after_model(self, module: nn.Module, inputs: object, output: object) -> None:
+        if self.phase == "forward":
+            self._outside = "loss"
+            self.recorder.move(Place("loss", "forward"))

@@ -1,0 +1,367 @@
+"""Tracing one training step on fake tensors: its peak, where it falls, and what it is made of.
+
+Nothing is computed and nothing is allocated, so a 4K step of a large model takes seconds on a laptop. The step is
+the real one: the configured model and loss, autograd, recomputation and the optimizer run as they are; only the
+tensors have no data. What no trace can see are the workspaces of libraries, the CUDA context and fragmentation.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from seg4k.activation_checkpointing.plan import Plan
+from seg4k.memory.cuda_rules import ALLOCATION_BYTES, cuda_rules
+from seg4k.memory.recorder import Follower, Operation, Place, Record, Recorder
+from seg4k.memory.step import Step, autocast, faked
+from seg4k.memory.storages import tensors_in
+
+__all__ = ["KINDS", "Held", "Segment", "Trace", "trace"]
+
+KINDS = ("parameters", "gradients", "optimizer", "inputs", "activations", "temporaries")
+
+
+@dataclass
+class Segment:
+    """What one segment costs in a step, segments inside it included.
+
+    Attributes:
+        saved_bytes: born in its forward and alive when backward begins.
+        work: per phase ("forward", "recompute", "backward") how often each amount of work is done.
+        peaks: per phase the most bytes alive meanwhile, anywhere.
+    """
+
+    saved_bytes: int = 0
+    work: dict[str, Counter[Operation]] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)
+
+    def flops(self, phase: str) -> int:
+        """FLOPs of a phase."""
+        return sum(operation.flops * times for operation, times in self.work.get(phase, Counter()).items())
+
+
+@dataclass
+class Held:
+    """Who holds what from forward to backward; made on request, for planning.
+
+    Attributes:
+        bytes: of each storage alive when backward begins, parameters and other permanent ones left out.
+        born: the segment (the innermost) or other place of its birth.
+        saved: per innermost segment, the storages that autograd saved for it.
+        inputs: per segment, the storages of its positional arguments.
+    """
+
+    bytes: list[int]
+    born: list[str]
+    saved: dict[str, set[int]]
+    inputs: dict[str, set[int]]
+
+
+@dataclass
+class Trace:
+    """The memory and work of one training step.
+
+    Attributes:
+        peak_bytes: the most bytes held by tensors at one time.
+        peak_at: the outermost segment and the phase, as "decoder.block3 backward".
+        peak_kinds: what the peak is made of, by `KINDS`; sums up to `peak_bytes`.
+        static_bytes: parameters, buffers, gradients, optimizer state and copies of the weights.
+        segments: by name, nested ones too, in forward order; and "input", "loss", "optimizer" for the rest.
+        live: bytes alive over the step, thinned to its outline.
+        marks: (index into `live`, place, phase) at each change of outermost segment or phase.
+        held: see `Held`; None unless asked for.
+    """
+
+    peak_bytes: int
+    peak_at: str
+    peak_kinds: dict[str, int]
+    static_bytes: int
+    segments: dict[str, Segment]
+    live: list[int]
+    marks: list[tuple[int, str, str]]
+    held: Held | None = None
+
+    def flops(self, phase: str | None = None) -> int:
+        """FLOPs of one batch, forward and backward; or those of one phase."""
+        outermost = [segment for name, segment in self.segments.items() if not self._is_nested(name)]
+        phases = ("forward", "recompute", "backward") if phase is None else (phase,)
+        return sum(segment.flops(which) for segment in outermost for which in phases)
+
+    def work(self) -> Counter[Operation]:
+        """All the work of one batch, and of the optimizer's step."""
+        total: Counter[Operation] = Counter()
+        for name, segment in self.segments.items():
+            if not self._is_nested(name):
+                for counted in segment.work.values():
+                    total.update(counted)
+        return total
+
+    def _is_nested(self, name: str) -> bool:
+        return _outermost(name, self.segments) != name
+
+
+def _outermost(name: str, names: Mapping[str, object]) -> str:
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        if (prefix := ".".join(parts[:end])) in names:
+            return prefix
+    return name
+
+
+def _around(name: str, names: Mapping[str, object]) -> Iterator[str]:
+    """The segments that hold `name`, itself included."""
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        if (prefix := ".".join(parts[:end])) in names:
+            yield prefix
+
+
+def trace(
+    step: Step,
+    plan: Plan | None = None,
+    *,
+    rules: str = "cuda",
+    apply: Callable[[nn.Module, Plan], object] | None = None,
+    with_held: bool = False,
+) -> Trace:
+    """Trace one optimizer step under a plan; Adam's state is there, as in every step but the first.
+
+    The model is emptied: its tensors are fake afterwards. The process's autocast is changed meanwhile where
+    `rules` is "cuda"; `seg4k.memory.tracer` gives the step a process of its own.
+
+    Args:
+        step: what to trace.
+        plan: None for a model that was prepared already, or that recomputes nothing.
+        rules: "cuda", or "cpu" to hold the trace against a step measured on the CPU.
+        apply: puts a plan on a model; `apply_activation_checkpointing` by default.
+        with_held: also find out who holds what; see `Held`.
+    """
+    cuda = rules == "cuda"
+    model = step.model
+    recorder = Recorder(ALLOCATION_BYTES if cuda else 1, count_operations=False)
+    with ExitStack() as stack:
+        if cuda:
+            stack.enter_context(cuda_rules())
+            stack.enter_context(_host_copies(recorder))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        faked((model, *step.modules))
+        if plan is not None:
+            (apply or _apply)(model, plan)
+            stack.callback(apply or _apply, model, Plan())
+        segments = model.segments()  # type: ignore[operator]
+        follower = Follower(recorder, model, segments)
+        stack.callback(follower.close)
+        return _Run(step, recorder, follower, segments, cuda, with_held).trace()
+
+
+def _apply(model: nn.Module, plan: Plan) -> None:
+    from seg4k.activation_checkpointing.apply import apply_activation_checkpointing
+
+    apply_activation_checkpointing(model, plan, audit="off")
+
+
+@contextmanager
+def _host_copies(recorder: Recorder) -> Iterator[None]:
+    """Have offloaded tensors leave the device, and come back as new ones, as they do on CUDA."""
+    from seg4k.activation_checkpointing import offload
+
+    class HostCopy(offload.HostCopy):
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.device, self.ready = tensor.device, None
+            self.bytes = tensor.numel() * tensor.element_size()
+            with recorder.on_host(self.bytes):
+                self.host = tensor.detach().clone()
+
+        def back(self) -> torch.Tensor:
+            with recorder.on_host(self.bytes):
+                pass
+            return torch.empty_like(self.host)
+
+    plain = offload.HostCopy
+    offload.HostCopy = HostCopy  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        offload.HostCopy = plain  # type: ignore[misc]
+
+
+class _Run:
+    """One trace: the step, and what is noted of it."""
+
+    def __init__(
+        self,
+        step: Step,
+        recorder: Recorder,
+        follower: Follower,
+        segments: Mapping[str, nn.Module],
+        cuda: bool,
+        with_held: bool,
+    ) -> None:
+        self.step, self.recorder, self.follower, self.cuda = step, recorder, follower, cuda
+        self.names = dict.fromkeys([*segments, "input", "loss", "optimizer"])
+        self.with_held = with_held
+        self.saved: dict[str, list[Record]] = {}
+        self.inputs: dict[str, list[Record]] = {}
+        self.alive_at_backward: list[Record] = []
+
+    def trace(self) -> Trace:
+        step, recorder = self.step, self.recorder
+        modules = (step.model, *step.modules)
+        step.model.train()
+        copies = [
+            torch.empty_like(tensor) for _ in range(step.copies) for tensor in tensors_in(step.model)
+        ]
+        batch = step.make_batch()
+        optimizer = self._optimizer()
+        parameters = [p for p in step.model.parameters() if p.requires_grad]
+        with recorder:
+            recorder.hold(tensors_in([modules, copies]), "parameters")
+            recorder.hold(batch.values(), "inputs")
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(self._gradient)
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            if step.zero_grad == "after_step":
+                optimizer.zero_grad()
+            recorder.hold(tensors_in(optimizer), "optimizer")
+            recorder.hold((p.grad for p in parameters if p.grad is not None), "gradients")
+            recorder.restart()
+            self._one_step(batch, optimizer, parameters)
+            recorder.hold((p.grad for p in parameters if p.grad is not None), "gradients")
+        return self._result()
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self.step.optimizer(self.step.model)
+        if self.cuda:  # what optimizers choose by themselves for CUDA tensors
+            for group in optimizer.param_groups:
+                if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                    group["foreach"] = True
+        return optimizer
+
+    def _gradient(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        self.recorder.record_of(parameter.grad).kind = "gradients"
+
+    def _one_step(
+        self, batch: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]
+    ) -> None:
+        step, recorder = self.step, self.recorder
+        count = min(step.accumulate, 2)  # the second batch of an accumulated step stands for all later ones
+        for index in range(count):
+            last = index == count - 1
+            recorder.count_operations = last
+            self.follower.entered = self._note_inputs if last and self.with_held else None
+            self.follower.start("forward")
+            with self._noting_saved() if last and self.with_held else autocast("fp32"), autocast(step.precision):
+                loss = step.loss(step.model, batch) / step.accumulate
+            if last:
+                self.alive_at_backward = [r for r in recorder.records if r.freed is None]
+            if index == 0 and step.zero_grad == "before_backward":
+                optimizer.zero_grad()
+            self.follower.start("backward")
+            loss.backward()  # type: ignore[no-untyped-call]
+            del loss
+        self.follower.start("optimizer")
+        if step.clip is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, step.clip, foreach=True if self.cuda else None)
+        optimizer.step()
+
+    def _note_inputs(self, name: str, inputs: tuple[object, ...]) -> None:
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        self.inputs.setdefault(name, []).extend(self.recorder.record_of(tensor) for tensor in tensors)
+
+    @contextmanager
+    def _noting_saved(self) -> Iterator[None]:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            self.saved.setdefault(self.recorder.place.name, []).append(self.recorder.record_of(tensor))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+
+    def _result(self) -> Trace:
+        recorder = self.recorder
+        live = recorder.live
+        peak = max(live)
+        moment = live.index(peak)
+        segments = {name: Segment() for name in self.names}
+        for place, bytes_ in recorder.peaks.items():
+            phase = "backward" if place.phase == "recompute" else place.phase
+            for name in _around(place.name, segments):
+                peaks = segments[name].peaks
+                peaks[phase] = max(peaks.get(phase, 0), bytes_)
+        for place, work in recorder.operations.items():
+            for name in _around(place.name, segments):
+                segments[name].work.setdefault(place.phase, Counter()).update(work)
+        computed = [r for r in self.alive_at_backward if r.kind is None]
+        for record in computed:
+            for name in _around(record.place.name, segments):
+                segments[name].saved_bytes += record.bytes
+        static = sum(
+            record.bytes
+            for record in recorder.records
+            if record.kind in ("parameters", "optimizer") or (record.kind == "gradients" and record.freed is None)
+        )
+        outline, marks = self._outline()
+        return Trace(
+            peak_bytes=peak,
+            peak_at=str(self._place_at(moment)),
+            peak_kinds=self._kinds_at(moment, set(map(id, computed))),
+            static_bytes=static,
+            segments=segments,
+            live=outline,
+            marks=marks,
+            held=self._held(computed) if self.with_held else None,
+        )
+
+    def _place_at(self, moment: int) -> Place:
+        place = Place("input", "forward")
+        for index, mark in self.recorder.marks:
+            if index > moment:
+                break
+            place = mark
+        return Place(_outermost(place.name, self.names), place.phase)
+
+    def _kinds_at(self, moment: int, kept: set[int]) -> dict[str, int]:
+        kinds = dict.fromkeys(KINDS, 0)
+        for record in self.recorder.records:
+            if record.born > moment or (record.freed is not None and record.freed <= moment):
+                continue
+            kind = record.kind
+            if kind is None:
+                recomputed = record.place.phase == "recompute"
+                kind = "activations" if id(record) in kept or recomputed else "temporaries"
+            kinds[kind] += record.bytes
+        return kinds
+
+    def _held(self, computed: list[Record]) -> Held:
+        index = {id(record): number for number, record in enumerate(computed)}
+
+        def numbers(table: dict[str, list[Record]]) -> dict[str, set[int]]:
+            return {
+                name: {index[id(record)] for record in records if id(record) in index}
+                for name, records in table.items()
+            }
+
+        return Held(
+            [record.bytes for record in computed],
+            [record.place.name for record in computed],
+            numbers(self.saved),
+            numbers(self.inputs),
+        )
+
+    def _outline(self, points: int = 2000) -> tuple[list[int], list[tuple[int, str, str]]]:
+        """The largest value of each of `points` equal stretches, and where the outermost places begin."""
+        live = self.recorder.live
+        size = max(1, -(-len(live) // points))
+        outline = [max(live[start : start + size]) for start in range(0, len(live), size)]
+        marks: list[tuple[int, str, str]] = []
+        for index, place in self.recorder.marks:
+            entry = (min(index // size, len(outline) - 1), _outermost(place.name, self.names), place.phase)
+            if not marks or marks[-1][1:] != entry[1:]:
+                marks.append(entry)
+        return outline, marks
