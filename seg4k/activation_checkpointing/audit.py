@@ -20,16 +20,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from seg4k.activation_checkpointing.errors import ActivationCheckpointingError, inexact
 from seg4k.activation_checkpointing.fingerprint import Fingerprint, can_be_read, fingerprint, storage_key
 from seg4k.activation_checkpointing.norms import running_statistics
+from seg4k.activation_checkpointing.watching import unwatched
 
 _FIX_WRITE = (
     "Recomputing would do it twice, or start from what it left. Write it out of place inside the segment "
-    "(x = x + y for x += y, F.relu(x) for F.relu_(x)), move it out of the segment, or keep the segment: "
+    "(x = x + y for x += y, F.relu(x) for F.relu_(x)), move it out of the segment, or keep the segment, by "
     "activation_checkpointing=plan"
 )
 _FIX_READ = (
@@ -37,9 +39,10 @@ _FIX_READ = (
     "backward"
 )
 _FIX_RESULT = (
-    "Recomputing is exact only if the segment computes the same again. Draw random numbers from torch's global "
-    "generator (which is put back) and not from Python, numpy or a generator of your own, and let nothing in "
-    "the segment count its calls or depend on the time; or keep the segment: activation_checkpointing=plan"
+    "Recomputing is exact only if the segment computes the same again. Draw random numbers from torch's "
+    "global generator (which is put back) and not from Python, numpy or a generator of your own, and let "
+    "nothing in the segment count its calls or depend on the time; or keep the segment, by "
+    "activation_checkpointing=plan"
 )
 
 _CASTS = {torch.ops.aten._to_copy.default}
@@ -72,7 +75,7 @@ class Outside:
         if storage.nbytes() < extent * self.dtype.itemsize:
             return None  # sharded parameters give their memory back in between
         flat = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return flat.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload, no-any-return]
+        return flat.set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass
@@ -171,23 +174,20 @@ class Audit:
 _OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
 
 
-@contextmanager
-def unwatched() -> Iterator[None]:
-    """Run the block's own tensor operations past every mode in force: counters and caches are not to see them."""
-    with _disable_current_modes(), torch.no_grad():
-        yield
-
-
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What both passes have in common: telling memory born inside from memory born outside."""
 
     def __init__(self, audit: Audit) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.audit = audit
         self.inside: set[Any] = set()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,  # noqa: ANN401
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         """Look at an operation before and after it runs."""
         kwargs = kwargs or {}
@@ -222,7 +222,7 @@ class _Watch(TorchDispatchMode):
         pass
 
 
-class _Forward(_Watch):
+class _Forward(_Watch):  # type: ignore[no-untyped-call]
     def before(self, func: Any, from_outside: list[Tensor], written: list[Tensor]) -> None:  # noqa: ANN401
         audit = self.audit
         for tensor in written:
@@ -244,7 +244,7 @@ class _Forward(_Watch):
                     audit.labels.get(key[0], "a tensor born outside it"),
                     audit.where(),
                     key[0],
-                    torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage()),
+                    StorageWeakRef(tensor.untyped_storage()),  # type: ignore[no-untyped-call]
                     tensor.dtype,
                     tuple(tensor.shape),
                     tensor.stride(),
@@ -256,7 +256,7 @@ class _Forward(_Watch):
         self.audit.steps.append(Step(str(func), self.audit.where(), contents))
 
 
-class _Recompute(_Watch):
+class _Recompute(_Watch):  # type: ignore[no-untyped-call]
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self.position = 0

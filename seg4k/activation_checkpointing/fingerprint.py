@@ -1,7 +1,7 @@
 """A short number that stands for the content of a tensor.
 
-On the CPU it is exact: any changed bit changes it, but for a chance of about 2^-64. On CUDA, where kernels may
-be nondeterministic, it is a pair of sums that is compared with a tolerance.
+On the CPU it is exact: any changed bit changes it, but for a chance of about 2^-64. On CUDA, where kernels
+may be nondeterministic, it is a pair of sums that is compared with a tolerance.
 """
 
 import math
@@ -82,14 +82,14 @@ def _chunks(tensor: Tensor, size: int) -> Iterator[Tensor]:
     if tensor.numel() <= size:
         yield tensor.reshape(-1)
     elif tensor.is_contiguous():
-        yield from tensor.view(-1).split(size)
+        yield from tensor.view(-1).split(size)  # type: ignore[no-untyped-call]
     else:
         rows = size // (tensor.numel() // tensor.shape[0])
         if rows == 0:
             for row in tensor:
                 yield from _chunks(row, size)
         else:
-            for part in tensor.split(rows):
+            for part in tensor.split(rows):  # type: ignore[no-untyped-call]
                 yield part.reshape(-1)
 
 

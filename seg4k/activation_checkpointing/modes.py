@@ -51,8 +51,8 @@ def make_plan(
         segments: in mode `plan`, the same as a mapping, in place of a file.
 
     Raises:
-        UserError: an unknown mode, an argument that belongs to another mode, a name or pattern that matches no
-            segment, or a mode that finds nothing to recompute in this model.
+        UserError: an unknown mode, an argument that belongs to another mode, a name or pattern that matches
+            no segment, or a mode that finds nothing to recompute in this model.
     """
     if mode == "auto":
         raise UserError(
@@ -109,8 +109,8 @@ def _explicit(
 ) -> Plan:
     if (path is None) == (segments is None):
         raise UserError(
-            "activation_checkpointing=plan: give the plan either as a file, activation_checkpointing.path, or "
-            "as a mapping, activation_checkpointing.segments"
+            "activation_checkpointing=plan: give the plan either as a file, activation_checkpointing.path, "
+            "or as a mapping, activation_checkpointing.segments"
         )
     if path is not None:
         path = Path(path)

@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+
+from seg4k.activation_checkpointing.watching import unwatched
 
 
 def running_statistics(module: nn.Module) -> list[Tensor]:
@@ -28,10 +29,11 @@ def frozen_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
     counters as they are, since autograd may hold the same buffers.
     """
     statistics = [statistic for module in modules for statistic in running_statistics(module)]
-    with torch.no_grad():
+    with unwatched():
         before = [statistic.clone() for statistic in statistics]
     try:
         yield
     finally:
-        for statistic, value in zip(statistics, before, strict=True):
-            statistic.data.copy_(value)
+        with unwatched():
+            for statistic, value in zip(statistics, before, strict=True):
+                statistic.data.copy_(value)

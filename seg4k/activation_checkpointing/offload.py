@@ -11,10 +11,20 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from seg4k.activation_checkpointing.guards import Saved, changed_after, hooks_in_force, version
+from seg4k.activation_checkpointing.guards import (
+    BoundaryGuard,
+    Saved,
+    changed_after,
+    hooks_in_force,
+    version,
+)
+from seg4k.activation_checkpointing.watching import unwatched
 
 SMALLEST_BYTES = 1 << 16
 """Smaller tensors stay where they are: a copy costs more than they do."""
+
+TAKES_HOST_COPIES = "_seg4k_takes_host_copies"
+"""Set on a pack hook that wants to see host copies instead of holding what is offloaded itself."""
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -33,7 +43,7 @@ class HostCopy:
         side.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(side):
             self.host.copy_(tensor, non_blocking=True)
-            self.ready = torch.cuda.Event()
+            self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.ready.record(side)
         tensor.record_stream(side)  # its memory may be reused only once the copy is done
 
@@ -41,8 +51,7 @@ class HostCopy:
         """The tensor on its device, ready for the current stream."""
         if self.ready is None:
             return self.host
-        current = torch.cuda.current_stream(self.device)
-        side = _stream(self.device)
+        side, current = _stream(self.device), torch.cuda.current_stream(self.device)
         side.wait_event(self.ready)
         with torch.cuda.stream(side):
             tensor = torch.empty_like(self.host, device=self.device, pin_memory=False)
@@ -54,68 +63,73 @@ class HostCopy:
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
     if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return _streams[device]
 
 
-def _worth_moving(tensor: Tensor) -> bool:
-    # A copy of a tensor with gaps has none: recomputation could choose another kernel and differ.
-    dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-    large = tensor.numel() * tensor.element_size() >= SMALLEST_BYTES
-    return dense and large and not isinstance(tensor, torch.nn.Parameter)
-
-
-# A tensor that bounds several segments (a skip) is copied once: the copy is found again while the graph of any
-# of them holds it, and while the tensor is still what was copied.
+# A tensor that bounds several segments (a skip) is copied once: its copy is found again as long as the graph
+# of one of them holds it and the tensor is what was copied.
 _copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def host_copy(tensor: Tensor) -> HostCopy:
     """A copy of a tensor in host memory, shared with whoever else asked for it."""
-    known = _copies.get(tensor)
-    if known is not None:
-        then, reference = known
-        copy = reference()
-        if copy is not None and then == version(tensor):
-            return cast(HostCopy, copy)
-    copy = HostCopy(tensor)
+    then, reference = _copies.get(tensor, (None, None))  # type: ignore[no-untyped-call]
+    known: HostCopy | None = reference() if reference is not None else None
+    if known is not None and then == version(tensor):
+        return known
+    with unwatched():
+        copy = HostCopy(tensor)
     _copies[tensor] = (version(tensor), weakref.ref(copy))
     return copy
 
 
-class OffloadedBoundary(torch.autograd.graph.saved_tensors_hooks):
-    """As `BoundaryGuard`, for a segment whose inputs wait in host memory.
+def _worth_moving(tensor: Tensor) -> bool:
+    large = tensor.numel() * tensor.element_size() >= SMALLEST_BYTES
+    if not large or isinstance(tensor, torch.nn.Parameter):
+        return False
+    # The copy of a tensor with gaps has none, and recomputation could choose another kernel for it.
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
-    Inside an outer segment that is recomputed, its inputs are the outer segment's to recompute, and nothing is
-    copied.
-    """
+
+class OffloadedBoundary(torch.autograd.graph.saved_tensors_hooks):
+    """As `BoundaryGuard`, for a segment whose inputs wait in host memory."""
 
     def __init__(self, segment: str, inputs: int) -> None:
-        count = 0
+        outer = hooks_in_force()
+        position = 0
 
         def pack(tensor: Tensor) -> Saved:
-            nonlocal count
-            count += 1
+            nonlocal position
+            position += 1
             if not _worth_moving(tensor):
-                return Saved(tensor.detach(), version(tensor), count)
+                kept = tensor.detach()
+                shown = outer and outer[0](kept)
+                return Saved((kept, kept, shown), version(tensor), position)
             copy = host_copy(tensor)
-            # The copy would be right even so, but a change while the side stream reads would not.
-            return Saved((copy, weakref.ref(tensor)), version(tensor), count)
+            # The copy is right whatever becomes of the tensor, but a change while the side stream still reads
+            # would not be; the tensor is not held for this.
+            return Saved(
+                (copy, weakref.ref(tensor), outer and outer[0](copy.host)), version(tensor), position
+            )
 
         def unpack(saved: Saved) -> Tensor:
-            if isinstance(saved.payload, Tensor):
-                tensor: Tensor | None = saved.payload
-                result = saved.payload
-            else:
-                copy, reference = cast(tuple[HostCopy, Any], saved.payload)
-                tensor, result = reference(), copy.back()
+            held, source, _ = cast(tuple[Any, Any, Any], saved.payload)
+            tensor: Tensor | None = source if isinstance(source, Tensor) else source()
             if tensor is not None and version(tensor) != saved.version:
-                raise changed_after(segment, saved.index, inputs)
-            return result
+                raise changed_after(segment, saved.position, inputs)
+            return held.back() if isinstance(held, HostCopy) else cast(Tensor, held)
 
         super().__init__(pack, unpack)
 
 
-def boundary_of(segment: str, inputs: int) -> torch.autograd.graph.saved_tensors_hooks | None:
-    """The offloading hooks for a segment, or None where outer hooks hold its inputs already."""
-    return OffloadedBoundary(segment, inputs) if hooks_in_force() is None else None
+def boundary_hooks(segment: str, inputs: int, *, offload: bool) -> torch.autograd.graph.saved_tensors_hooks:
+    """The hooks around a segment's call.
+
+    Inside an outer segment, its inputs are the outer one's to recompute, and under hooks of others theirs to
+    hold: nothing is offloaded there.
+    """
+    outer = hooks_in_force()
+    if offload and (outer is None or hasattr(outer[0], TAKES_HOST_COPIES)):
+        return OffloadedBoundary(segment, inputs)
+    return BoundaryGuard(segment, inputs)

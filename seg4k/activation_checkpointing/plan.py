@@ -174,8 +174,8 @@ def read_policies(text: str) -> list[tuple[str, str]]:
     if isinstance(value, dict) and "segments" in value:
         if value.get("schema", SCHEMA) != SCHEMA:
             raise UserError(
-                f"activation_checkpointing: the plan has schema {value['schema']}, this version reads {SCHEMA}. "
-                "Make it again with this version."
+                f"activation_checkpointing: the plan has schema {value['schema']}, and this version reads "
+                f"{SCHEMA}. Make it again with this version."
             )
         value = value["segments"]
     if isinstance(value, list) and all(

@@ -1,8 +1,8 @@
 """Selective recomputation: all of a segment but the results of attention.
 
-At high resolution almost all the work of a transformer block is attention, and almost all its memory is not.
-The mechanism is torch's selective checkpointing (`create_selective_checkpoint_contexts`); here it is told which
-operations are attention, whatever backend `F.scaled_dot_product_attention` chose.
+At high resolution almost all the work of a transformer block is attention, and almost all its memory is
+not. The mechanism is torch's selective checkpointing (`create_selective_checkpoint_contexts`); here it is
+told which operations are attention, whatever backend `F.scaled_dot_product_attention` chose.
 """
 
 from collections.abc import Callable
@@ -84,13 +84,13 @@ class AttentionKeeper(TorchFunctionMode):
 
     def contexts(self) -> Any:  # noqa: ANN401 - torch's pair of context managers
         """The `context_fn` of `torch.utils.checkpoint.checkpoint`."""
-        return create_selective_checkpoint_contexts(self.policy)
+        return create_selective_checkpoint_contexts(self.policy)  # type: ignore[no-untyped-call]
 
 
 def no_attention(segment: str) -> UserError:
     """The error for a selective segment in which nothing was kept."""
     return UserError(
-        f"activation_checkpointing: segment {segment} is selective, and no attention ran in it: nothing calls "
-        "F.scaled_dot_product_attention. If it holds a timm transformer, set TIMM_FUSED_ATTN=1 before timm is "
-        "imported; else give it the policy recompute."
+        f"activation_checkpointing: segment {segment} is selective, and no attention ran in it: nothing "
+        "calls F.scaled_dot_product_attention. If it holds a timm transformer, set TIMM_FUSED_ATTN=1 before "
+        "timm is imported; else give it the policy recompute."
     )

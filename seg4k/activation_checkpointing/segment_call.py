@@ -1,4 +1,4 @@
-"""What the forward of a segment does in place of its own: the call through `torch.utils.checkpoint`."""
+"""One call of a recomputed segment: what its forward does in place of its own."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from seg4k.activation_checkpointing.audit import Audit
 from seg4k.activation_checkpointing.errors import ActivationCheckpointingError, inexact
 from seg4k.activation_checkpointing.fingerprint import can_be_read
-from seg4k.activation_checkpointing.guards import BoundaryGuard, check_unchanged, version
+from seg4k.activation_checkpointing.guards import check_unchanged, version
 from seg4k.activation_checkpointing.norms import frozen_statistics
-from seg4k.activation_checkpointing.offload import boundary_of
+from seg4k.activation_checkpointing.offload import boundary_hooks
 from seg4k.activation_checkpointing.plan import Policy
 from seg4k.activation_checkpointing.selective import AttentionKeeper, compiled_contexts, no_attention
 from seg4k.errors import UserError
@@ -24,12 +24,9 @@ from seg4k.errors import UserError
 AuditMode = Literal["first_step", "always", "off"]
 AUDITS: tuple[AuditMode, ...] = ("first_step", "always", "off")
 
-# Kept results of attention pass through hooks in force where torch can do it; else it would warn.
-_RESPECT_HOOKS = (
-    {"respect_saved_tensors_hooks": True}
-    if "respect_saved_tensors_hooks" in inspect.signature(torch.utils.checkpoint._checkpoint_impl).parameters
-    else {}
-)
+# Kept results of attention pass through the hooks in force, as all saved tensors do, where torch offers it.
+_KNOWN = inspect.signature(torch.utils.checkpoint._checkpoint_without_reentrant_generator).parameters
+_RESPECT_HOOKS = {"respect_saved_tensors_hooks": True} if "respect_saved_tensors_hooks" in _KNOWN else {}
 
 
 @dataclass
@@ -42,13 +39,11 @@ class SegmentState:
     name: str
     policy: Policy
     audit: AuditMode
-    inplace: tuple[str, ...] = ()
-    """Modules inside, by their name in this one, whose `inplace` was switched off."""
     audited: bool = False
 
 
 class Observer:
-    """Told of each run of a segment's body; `measure` counts with it."""
+    """Told of each run of a segment's body; measurements count with it."""
 
     def enter(self, segment: str, recompute: bool) -> None:
         """Before the body runs."""
@@ -71,24 +66,24 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 
 def runs_plainly(module: nn.Module) -> bool:
-    """Whether a segment runs its own forward: nothing will be differentiated, or a graph is being exported."""
+    """Whether a segment runs its own forward: nothing is to be trained, or a graph is being exported."""
     return (
         not module.training
         or not torch.is_grad_enabled()
         or torch.compiler.is_exporting()
-        or torch.jit.is_tracing()
+        or torch._C._get_tracing_state() is not None
     )
 
 
 class SegmentCall:
-    """One call of a segment: the function that `torch.utils.checkpoint` runs, and runs again.
+    """The function that `torch.utils.checkpoint` runs in forward, and again in backward.
 
     Args:
         state: the segment's.
         modules: the modules that it runs, by full name: one, or those of a run.
         body: their forward.
-        leaves: all arguments, flat, with None in the place of tensors.
-        places: the places of the tensors in it.
+        leaves: all arguments, flat, with None in the places of tensors.
+        places: the places of the tensors among them.
         spec: how to rebuild the arguments.
     """
 
@@ -107,36 +102,34 @@ class SegmentCall:
         self.leaves = leaves
         self.places = places
         self.spec = spec
-        self.has_run = False
         self.keeper = AttentionKeeper() if state.policy is Policy.SELECTIVE else None
         self.audit: Audit | None = None
-        self.training: list[bool] = []
+        self.training = self._training_flags()
+        self._has_run = False
 
     def __call__(self, *tensors: Tensor) -> Any:  # noqa: ANN401
         """Run the body on these tensors."""
-        recompute, self.has_run = self.has_run, True
+        recompute, self._has_run = self._has_run, True
         for observer in _observers:
             observer.enter(self.state.name, recompute)
         try:
-            return self.recompute(tensors) if recompute else self.forward(tensors)
+            return self._recompute(tensors) if recompute else self._forward(tensors)
         finally:
             for observer in _observers:
                 observer.leave(self.state.name, recompute)
 
-    def forward(self, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401
-        """The first run."""
-        self.training = self.training_flags()
+    def _forward(self, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401
+        state = self.state
         with ExitStack() as stack:
             if self.keeper is not None:
                 stack.enter_context(self.keeper)
-            if self.state.audit != "off" and not self.state.audited and all(map(can_be_read, tensors)):
-                self.audit = Audit(self.state.name, self.modules)
+            if state.audit != "off" and not state.audited and all(map(can_be_read, tensors)):
+                self.audit = Audit(state.name, self.modules)
                 stack.enter_context(self.audit.forward(tensors))
-            return self.run(tensors)
+            return self._run(tensors)
 
-    def recompute(self, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401
-        """Every further run, in backward."""
-        if self.training_flags() != self.training:
+    def _recompute(self, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401
+        if self._training_flags() != self.training:
             raise inexact(
                 self.state.name,
                 "train() or eval() was called on a module in it between its forward pass and backward",
@@ -146,26 +139,26 @@ class SegmentCall:
             stack.enter_context(frozen_statistics(self.modules.values()))
             if self.keeper is not None:
                 stack.enter_context(self.keeper)
-                stack.enter_context(named_selective_errors(self.state.name))
+                stack.enter_context(_named_selective_errors(self.state.name))
             audit, self.audit = self.audit, None
             if audit is not None:
                 self.state.audited = self.state.audit == "first_step"
                 stack.enter_context(audit.recompute(tensors))
-            return self.run(tensors)
+            return self._run(tensors)
 
-    def run(self, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401
+    def _run(self, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
         args, kwargs = tree_unflatten(leaves, self.spec)
         return self.body(*args, **kwargs)
 
-    def training_flags(self) -> list[bool]:
+    def _training_flags(self) -> list[bool]:
         return [inner.training for module in self.modules.values() for inner in module.modules()]
 
 
 @contextmanager
-def named_selective_errors(segment: str) -> Iterator[None]:
+def _named_selective_errors(segment: str) -> Iterator[None]:
     """Give errors of torch's selective checkpointing the name of the segment."""
     try:
         yield
@@ -175,7 +168,7 @@ def named_selective_errors(segment: str) -> Iterator[None]:
         text = str(error)
         if "selective activation checkpoint" in text or "encountered during backward" in text:
             raise inexact(
-                segment, f"torch says: {text}", "Or give the segment the policy recompute"
+                segment, f"torch says: {text}", "Mend that, or give the segment the policy recompute"
             ) from error
         raise
 
@@ -190,21 +183,22 @@ def run_segment(
     """Run the body of a segment so that its activations are recomputed in backward.
 
     Raises:
-        ActivationCheckpointingError: it changes its own input in place; in backward, see `guards` and `audit`.
+        ActivationCheckpointingError: it changes its own input in place; in backward, see `guards`, `audit`.
         UserError: it is selective and no attention ran in it.
     """
     leaves, spec = tree_flatten((args, kwargs))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors: list[Tensor] = [leaves[place] for place in places]
-    if not needs_gradient(tensors, modules):
+    if not _needs_gradient(tensors, modules):
         return body(*args, **kwargs)
     for place in places:
         leaves[place] = None
     call = SegmentCall(state, modules, body, leaves, places, spec)
-    boundary = boundary_of(state.name, len(tensors)) if state.policy is Policy.OFFLOAD else None
-    options = {"context_fn": call.keeper.contexts, **_RESPECT_HOOKS} if call.keeper is not None else {}
+    options: dict[str, Any] = {}
+    if call.keeper is not None:
+        options = {"context_fn": call.keeper.contexts, **_RESPECT_HOOKS}
     before = [version(tensor) for tensor in tensors]
-    with boundary or BoundaryGuard(state.name, len(tensors)):
+    with boundary_hooks(state.name, len(tensors), offload=state.policy is Policy.OFFLOAD):
         result = checkpoint(call, *tensors, use_reentrant=False, **options)
     check_unchanged(state.name, tensors, before)
     if call.keeper is not None and call.keeper.kept == 0:
@@ -212,8 +206,8 @@ def run_segment(
     return result
 
 
-def needs_gradient(tensors: Sequence[Tensor], modules: Mapping[str, nn.Module]) -> bool:
-    """Whether backward will reach the segment: a frozen one on an image keeps nothing, and has nothing to keep."""
+def _needs_gradient(tensors: Sequence[Tensor], modules: Mapping[str, nn.Module]) -> bool:
+    """Whether backward will reach the segment; a frozen one on an image keeps nothing, not even its input."""
     return any(tensor.requires_grad for tensor in tensors) or any(
         parameter.requires_grad for module in modules.values() for parameter in module.parameters()
     )
@@ -222,17 +216,18 @@ def needs_gradient(tensors: Sequence[Tensor], modules: Mapping[str, nn.Module]) 
 def compiled_segment(
     state: SegmentState, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:  # noqa: ANN401
-    """The same under torch.compile, in the plain words that its tracer understands.
+    """The same under torch.compile, in plain words that its tracer understands.
 
-    The compiler traces the segment once and knows every mutation in it, so that the guards have nothing to find.
+    The compiler traces the segment once, as a function without side effects; what the guards look for, it
+    either refuses or makes right.
 
     Raises:
         UserError: the policy is offload, which cannot be compiled.
     """
     if state.policy is Policy.OFFLOAD:
         raise UserError(
-            f"activation_checkpointing: segment {state.name} has the policy offload, which torch.compile cannot "
-            "trace. Use recompute or selective, or do not compile."
+            f"activation_checkpointing: segment {state.name} has the policy offload, which torch.compile "
+            "cannot trace. Give it recompute or selective, or do not compile."
         )
     if state.policy is Policy.SELECTIVE:
         return checkpoint(body, *args, use_reentrant=False, context_fn=compiled_contexts, **kwargs)
