@@ -163,7 +163,6 @@ class SegmentationDataModule(LightningDataModule):
                 scenes,
                 settings.image_size,
                 seed=self.seed,
-                samples_per_epoch=settings.samples_per_epoch,
                 augment=settings.augment,
                 ignore_index=table.ignore_index,
                 rare_share=settings.rare_crop_share,
@@ -184,13 +183,9 @@ class SegmentationDataModule(LightningDataModule):
     def train_dataloader(self) -> ResumableLoader:
         """The crops of this process; the sampler's epoch is set by Lightning."""
         dataset, (rank, world) = self.train_dataset(), self._place()
-        sampler = EpochSampler(
-            len(dataset),
-            seed=self.seed,
-            rank=rank,
-            world=world,
-            multiple=self.batch_size * self.accumulate * world,
-        )
+        step = self.batch_size * self.accumulate * world
+        count = self.settings.samples_per_epoch or -(-len(dataset.scenes) // step) * step
+        sampler = EpochSampler(count, seed=self.seed, rank=rank, world=world, multiple=step)
         return ResumableLoader(dataset, sampler, batch_size=self.batch_size, num_workers=self._workers())
 
     def val_dataloader(self) -> BatchLoader:

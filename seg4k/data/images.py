@@ -74,8 +74,8 @@ def _decode(path: Path) -> NDArray[Any]:
         image = None
     if image is None:
         raise UserError(
-            f"{path} cannot be decoded ({data.size:,} bytes: damaged, cut short, or not {'/'.join(SUFFIXES)}); "
-            "restore or remove the file."
+            f"{path} cannot be decoded ({data.size:,} bytes: damaged, cut short, not "
+            f"{'/'.join(SUFFIXES)}, or more than 4 channels); restore, convert or remove the file."
         )
     if image.dtype not in (np.uint8, np.uint16):
         raise UserError(f"{path} holds {image.dtype} values; save it with 8 or 16 bits per channel.")

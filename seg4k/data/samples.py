@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import cv2
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from seg4k.data.images import Image, Mask
@@ -19,20 +21,23 @@ Sample = dict[str, Any]
 """`image` uint8 or float32 (C, H, W), `mask` uint8 or int32 (H, W), `name` str."""
 
 
+_SCAN_THREADS = 4
+
+
 class CropDataset(Dataset[Sample]):
     """Random crops of the training scenes; what a sample looks like depends on (seed, epoch, index) alone.
 
-    Scenes take turns: each is used once before any is used again, across epochs too. A share of the crops is
+    Within an epoch scenes take turns: each is used once before any is used again. A share of the crops is
     instead placed on a pixel of a rare class: the class is drawn first, then a scene that has it, then the
     pixel, which lies within the middle half of the crop unless the border of the scene is near.
 
-    A crop that is larger than its scene holds all of it; the rest is black and ignored.
+    A crop that is larger than its scene holds all of it; the rest is black and ignored. There is no length:
+    an epoch has as many samples as its sampler takes.
 
     Args:
         scenes: where crops are read.
         size: height and width of a crop.
         seed: seed of the run.
-        samples_per_epoch: crops of an epoch; None for one per scene.
         augment: what is changed at random.
         ignore_index: label of what lies beyond a scene.
         rare_share: share of crops that are placed on rare classes, 0 to 1.
@@ -45,7 +50,6 @@ class CropDataset(Dataset[Sample]):
         size: tuple[int, int],
         *,
         seed: int,
-        samples_per_epoch: int | None,
         augment: Augment,
         ignore_index: int,
         rare_share: float = 0.0,
@@ -58,12 +62,8 @@ class CropDataset(Dataset[Sample]):
         self.ignore_index = ignore_index
         self.rare_share = rare_share
         self.rare_scenes = rare_scenes or {}
-        self._length = samples_per_epoch or len(scenes)
         self._transform = Transform(augment, size) if augment.transforms else None
-        self._pass: tuple[int, Any] = (-1, None)
-
-    def __len__(self) -> int:
-        return self._length
+        self._order: tuple[tuple[int, int], NDArray[np.int64]] = ((-1, -1), np.empty(0, np.int64))
 
     def __getitem__(self, key: Key) -> Sample:
         epoch, index = key
@@ -72,7 +72,7 @@ class CropDataset(Dataset[Sample]):
         if self.rare_scenes and generator.random() < self.rare_share:
             scene, top, left = self._rare_place(height, width, generator)
         else:
-            scene = self._scene_in_turn(epoch * self._length + index)
+            scene = self._scene_in_turn(epoch, index)
             top = _random_start(scene.size[0], height, generator)
             left = _random_start(scene.size[1], width, generator)
         image, mask = read_window(scene, Window(top, left, height, width), self.ignore_index)
@@ -88,11 +88,11 @@ class CropDataset(Dataset[Sample]):
         zoom = math.exp(generator.uniform(math.log(low), math.log(high)))
         return max(1, round(self.size[0] / zoom)), max(1, round(self.size[1] / zoom))
 
-    def _scene_in_turn(self, turn: int) -> Scene:
-        passed, place = divmod(turn, len(self.scenes))
-        if self._pass[0] != passed:
-            self._pass = (passed, scene_order(self.seed, passed, len(self.scenes)))
-        return self.scenes[int(self._pass[1][place])]
+    def _scene_in_turn(self, epoch: int, index: int) -> Scene:
+        turn, place = divmod(index, len(self.scenes))
+        if self._order[0] != (epoch, turn):
+            self._order = (epoch, turn), scene_order(self.seed, epoch, turn, len(self.scenes))
+        return self.scenes[int(self._order[1][place])]
 
     def _rare_place(self, height: int, width: int, generator: np.random.Generator) -> tuple[Scene, int, int]:
         labels = sorted(self.rare_scenes)
@@ -175,10 +175,10 @@ def find_rare(scenes: Sequence[Scene], classes: dict[str, int]) -> dict[int, lis
         UserError: where no scene has one of them.
     """
     found: dict[int, list[int]] = {label: [] for label in classes.values()}
-    for number, scene in enumerate(scenes):
-        for label, holders in found.items():
-            if len(scene.positions(label)):
-                holders.append(number)
+    with ThreadPoolExecutor(_SCAN_THREADS) as threads:  # decoding releases the interpreter
+        for number, present in enumerate(threads.map(lambda scene: scene.labels(), scenes)):
+            for label in found.keys() & present:
+                found[label].append(number)
     for name, label in classes.items():
         if not found[label]:
             raise UserError(

@@ -18,7 +18,7 @@ PADDING = -1
 """The index of a sample that is all ignored and only keeps processes in step."""
 
 # numpy pads short seeds with zeros, so (1, 2) and (1, 2, 0) are the same: each use has its own first number.
-_ORDER, _SAMPLE, _PASS = 1, 2, 3
+_ORDER, _SAMPLE, _TURN = 1, 2, 3
 
 
 def sample_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
@@ -31,9 +31,9 @@ def epoch_order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
     return np.random.default_rng((_ORDER, seed, epoch)).permutation(count)
 
 
-def scene_order(seed: int, passed: int, count: int) -> NDArray[np.int64]:
-    """The scenes in the order of one pass over all of them, (count,); passes go on across epochs."""
-    return np.random.default_rng((_PASS, seed, passed)).permutation(count)
+def scene_order(seed: int, epoch: int, turn: int, count: int) -> NDArray[np.int64]:
+    """The scenes in the order of one turn of an epoch, in which each has one crop, (count,)."""
+    return np.random.default_rng((_TURN, seed, epoch, turn)).permutation(count)
 
 
 class EpochSampler(Sampler[Key]):
