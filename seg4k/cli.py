@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -64,11 +65,19 @@ def _mistake(message: str) -> int:
     return 2
 
 
+def _command(verb: str, overrides: Sequence[str]) -> str:
+    program = Path(sys.argv[0]).name
+    words = ["python", program] if program == "train.py" else ["seg4k", verb]
+    return shlex.join([*words, *overrides])
+
+
 def _train(overrides: Sequence[str]) -> int:
+    command = _command("train", overrides)
+
     def task(config: Mapping[str, Any], directory: Path) -> None:
         from seg4k.training.train import train
 
-        train(config, directory)
+        train(config, directory, command)
 
     return run_with_config(task, overrides)
 

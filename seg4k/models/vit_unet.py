@@ -120,7 +120,7 @@ class ViTUNet(nn.Module):
         if image.ndim != 4 or image.shape[1] != mean.shape[1]:
             raise UserError(
                 f"the model takes images (B, {mean.shape[1]}, H, W), not {tuple(image.shape)}; "
-                "set model.in_channels to the channels of the data"
+                "give images of the channels that it was trained on"
             )
         if not image.is_floating_point():
             if image.dtype != torch.uint8:
@@ -185,25 +185,26 @@ class ViTUNet(nn.Module):
             yield depth, name, parameter
 
 
-def build_model(config: Mapping[str, Any], *, num_classes: int, image_size: tuple[int, int]) -> ViTUNet:
+def build_model(
+    config: Mapping[str, Any], *, num_classes: int, image_size: tuple[int, int], in_channels: int = 3
+) -> ViTUNet:
     """A `ViTUNet` from the `model` group of the configuration.
 
     Args:
-        config: `in_channels`, `encoder` (name, weights, frozen, drop_path, dropout) and `decoder` (channels,
-            norm), as conf/model/vit_unet.yaml documents them.
+        config: `encoder` (name, weights, frozen, drop_path, dropout) and `decoder` (channels, norm), as
+            conf/model/vit_unet.yaml documents them.
         num_classes: channels of the logits.
         image_size: (H, W) in pixels of the training images; others work too.
+        in_channels: channels of the images.
 
     Raises:
         UserError: see `build_encoder`.
     """
     encoder = dict(config["encoder"])
     return ViTUNet(
-        build_encoder(
-            encoder.pop("name"), image_size=image_size, in_channels=config["in_channels"], **encoder
-        ),
+        build_encoder(encoder.pop("name"), image_size=image_size, in_channels=in_channels, **encoder),
         num_classes,
-        in_channels=config["in_channels"],
+        in_channels=in_channels,
         decoder_channels=config["decoder"]["channels"],
         norm=config["decoder"]["norm"],
     )

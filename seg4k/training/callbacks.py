@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 
 from seg4k.memory.ledger import Ledger, Reading
 from seg4k.memory.storages import static_bytes
+from seg4k.training.run_card import readable_bytes
 
 WARMUP_STEPS = 3
 LEDGER_STEPS = 2
@@ -154,7 +155,7 @@ def live_figures(stopwatch: Stopwatch, memory: MemoryWatch) -> dict[str, str]:
     if memory.ledger is not None and not memory.ledger.is_open:
         peak = memory.ledger.reading().peak_bytes
         if peak:
-            figures["peak"] = f"{peak / 2**30:.2f} GiB"
+            figures["peak"] = readable_bytes(peak)
     return figures
 
 

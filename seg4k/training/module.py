@@ -1,6 +1,6 @@
 """The LightningModule: one training step, one validation step, the optimizer. Nothing else."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -55,6 +55,7 @@ class SegmentationModule(LightningModule):
         self.schedule_config = schedule
         self.description = description
         self.counts = ValidationCounts(classes, torch.device("cpu"))
+        self.validated_step: int | None = None  # the optimizer step that the last validation looked at
 
     def forward(self, image: Tensor) -> Tensor:
         """Logits (B, classes, H, W) of an image (B, C, H, W)."""
@@ -71,7 +72,7 @@ class SegmentationModule(LightningModule):
         self.counts = ValidationCounts(self.classes, self.device)
 
     def validation_step(self, batch: Batch, batch_index: int) -> None:
-        """Count one batch; the loss is weighted by its valid pixels, so that the batch size does not matter."""
+        """Count one batch; its loss weighs by valid pixels, so that the batch size does not matter."""
         logits, mask = self(batch["image"]), batch["mask"]
         valid = (mask != self.classes.ignore_index).sum()
         self.counts.loss_and_pixels += torch.stack([self.loss(logits, mask) * valid, valid]).double()
@@ -90,11 +91,12 @@ class SegmentationModule(LightningModule):
         }
         for name, value in values.items():
             self.log(name, value.float(), prog_bar=name == "val_miou", rank_zero_only=True)
+        self.validated_step = self.trainer.global_step
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer, and its schedule counted in optimizer steps."""
         optimizer = build_optimizer(self.optimizer_config, self.model.parameters_by_depth())
-        factor = cast(Callable[[int], float], schedule(self.schedule_config, self.trainer.max_steps))
+        factor = schedule(self.schedule_config, self.trainer.max_steps)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {

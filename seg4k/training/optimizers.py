@@ -22,8 +22,8 @@ def parameter_groups(
         parameters: (depth, name, parameter) as `ViTUNet.parameters_by_depth` gives them.
         lr: learning rate at the greatest depth (neck, decoder, head).
         weight_decay: of matrices and kernels; norms, biases, embeddings and tokens have none.
-        layer_decay: the rate at depth d is `lr * layer_decay ** max(0, depth - 1 - d)`, so that the last encoder
-            block learns at the full rate (BEiT, arXiv 2106.08254).
+        layer_decay: the rate at depth d is `lr * layer_decay ** max(0, depth - 1 - d)`, so that the last
+            encoder block learns at the full rate (BEiT, arXiv 2106.08254).
 
     Returns:
         Groups in a fixed order, each with `params`, `lr`, `weight_decay` and a `name`.
@@ -39,7 +39,7 @@ def parameter_groups(
             (depth, decayed),
             {
                 "params": [],
-                "lr": lr * layer_decay ** max(0, deepest - 1 - depth),
+                "lr": float(lr * layer_decay ** max(0, deepest - 1 - depth)),
                 "weight_decay": weight_decay if decayed else 0.0,
                 "name": f"depth{depth}{'' if decayed else '_undecayed'}",
             },
@@ -87,12 +87,12 @@ def schedule(config: Mapping[str, Any], max_steps: int) -> Callable[[int], float
 
     def factor(step: int) -> float:
         if step < warmup:
-            return (step + 1) / warmup
+            return float((step + 1) / warmup)
         progress = min(1.0, (step - warmup) / max(1, max_steps - warmup))
         if name == "cosine":
             shape = 0.5 * (1 + math.cos(math.pi * progress))
         else:
-            shape = (1 - progress) ** config["power"]
+            shape = float((1 - progress) ** config["power"])
         return float(final + (1 - final) * shape)
 
     return factor

@@ -54,13 +54,10 @@ def draw_samples(
             axes[row, column].set_axis_off()
             axes[row, column].set_title(name, fontsize=9)
     shown = range(min(len(classes), 30))
+    colours = [tuple(value / 255 for value in classes.colours[label]) for label in shown]
     figure.legend(
-        handles=[
-            Patch(
-                facecolor=np.array(classes.colours[label]) / 255, edgecolor="0.4", label=classes.names[label]
-            )
-            for label in shown
-        ],
+        [Patch(facecolor=(red, green, blue), edgecolor="0.4") for red, green, blue in colours],
+        [classes.names[label] for label in shown],
         loc="outside lower center",
         ncols=min(6, len(shown)),
         fontsize=9,

@@ -3,9 +3,7 @@
 import math
 import os
 import platform
-import shlex
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -61,14 +59,6 @@ def environment() -> dict[str, str]:
     return found
 
 
-def command_line() -> str:
-    """The command as it was typed, without the path of the interpreter."""
-    program = Path(sys.argv[0]).name
-    return shlex.join(
-        ["python" if program.endswith(".py") else program, *sys.argv[program.endswith(".py") ^ 1 :]]
-    )
-
-
 def write_card(directory: Path, card: Mapping[str, Any]) -> None:
     """Write `run_card.json` and `run_card.md`, each atomically."""
     assert card["status"] in STATUSES
@@ -77,9 +67,11 @@ def write_card(directory: Path, card: Mapping[str, Any]) -> None:
     write_json(directory / "run_card.json", card)
 
 
-def gib(value: float | None) -> str:
-    """Bytes in GiB, for reading."""
-    return "not measured" if value is None else f"{value / 2**30:.2f} GiB"
+def readable_bytes(value: float | None) -> str:
+    """Bytes in MiB or GiB, for reading."""
+    if value is None:
+        return "not measured"
+    return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
 
 
 def render(card: Mapping[str, Any]) -> str:
@@ -101,16 +93,16 @@ def render(card: Mapping[str, Any]) -> str:
             f"{batch['effective']} images of {width} x {height}",
         ),
         ("activation checkpointing", f"{plan['mode']}, {len(plan['segments'])} segments recomputed"),
-        ("peak memory", f"{gib(memory['peak_bytes'])} ({memory['peak_source']})"),
-        ("of it parameters, gradients, optimizer", gib(memory["static_bytes"])),
+        ("peak memory", f"{readable_bytes(memory['peak_bytes'])} ({memory['peak_source']})"),
+        ("of it parameters, gradients, optimizer", readable_bytes(memory["static_bytes"])),
         ("speed", _speed(speed)),
         ("validation mIoU", _score(metrics["val_miou"])),
         ("validation loss", _score(metrics["val_loss"])),
     ]
     if memory["reserved_bytes"] is not None:
-        rows.insert(10, ("reserved by the allocator", gib(memory["reserved_bytes"])))
+        rows.insert(10, ("reserved by the allocator", readable_bytes(memory["reserved_bytes"])))
     if memory["predicted_peak_bytes"] is not None:
-        rows.insert(10, ("predicted peak", gib(memory["predicted_peak_bytes"])))
+        rows.insert(10, ("predicted peak", readable_bytes(memory["predicted_peak_bytes"])))
     lines = [f"# Run card: {card['config'].get('name', 'run')}", "", "| | |", "| --- | --- |"]
     lines += [f"| {name} | {str(value).replace('|', '/')} |" for name, value in rows]
     if metrics["val_iou"]:

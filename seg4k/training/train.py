@@ -1,20 +1,23 @@
 """One training run, from a plain configuration to a run card."""
 
+import logging
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from seg4k.activation_checkpointing import apply_activation_checkpointing, make_plan
-from seg4k.data.datamodule import SegmentationDataModule, build_datamodule
+from seg4k.data.build import build_datamodule
+from seg4k.data.datamodule import SegmentationDataModule
 from seg4k.errors import UserError
-from seg4k.losses import build_loss
+from seg4k.losses.build import build_loss
 from seg4k.models.vit_unet import build_model
 from seg4k.training.callbacks import MemoryWatch, ProgressBar, ProgressLines, Stopwatch
 from seg4k.training.module import SegmentationModule
@@ -22,7 +25,6 @@ from seg4k.training.pictures import draw_samples
 from seg4k.training.run_card import (
     SCHEMA,
     code_state,
-    command_line,
     device_state,
     environment,
     finite,
@@ -34,12 +36,13 @@ PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 PICTURES = 4
 
 
-def train(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+def train(config: Mapping[str, Any], directory: Path, command: str) -> dict[str, Any]:
     """Train, validate, and write everything into `directory`; the run card however it ends.
 
     Args:
         config: the whole configuration as plain dicts, lists and values.
         directory: the run directory.
+        command: the command as it was typed, for the card.
 
     Returns:
         The run card.
@@ -47,7 +50,8 @@ def train(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     Raises:
         UserError: a mistake in the configuration or the data.
     """
-    card = _blank_card(config)
+    _quiet()
+    card = _blank_card(config, command)
     try:
         _run(config, directory, card)
         card["status"] = "completed"
@@ -55,7 +59,7 @@ def train(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
         card["status"], card["error"] = _ending(error)
         raise
     finally:
-        if rank_zero_only.rank == 0:
+        if getattr(rank_zero_only, "rank", 0) == 0:
             write_card(directory, card)
     return finite(card)  # type: ignore[no-any-return]
 
@@ -69,12 +73,13 @@ def accumulation(config: Mapping[str, Any], world_size: int) -> int:
     per_device, effective = config["batch"]["per_device"], config["batch"]["effective"]
     if per_device < 1 or effective < 1:
         raise UserError(f"batch.per_device={per_device}, batch.effective={effective}: both must be 1 or more")
-    if effective % (per_device * world_size):
+    at_once = per_device * world_size
+    if effective % at_once:
         raise UserError(
             f"batch.effective={effective} is not a multiple of batch.per_device={per_device} x {world_size} "
-            f"device(s); set batch.effective={per_device * world_size * max(1, effective // (per_device * world_size))}"
+            f"device(s); set batch.effective={at_once * max(1, effective // at_once)}"
         )
-    return int(effective // (per_device * world_size))
+    return int(effective // at_once)
 
 
 def _run(config: Mapping[str, Any], directory: Path, card: dict[str, Any]) -> None:
@@ -95,7 +100,9 @@ def _run(config: Mapping[str, Any], directory: Path, card: dict[str, Any]) -> No
     data.setup("fit")
     classes = data.class_table
     image_size = tuple(config["data"]["image_size"])
-    model = build_model(config["model"], num_classes=len(classes), image_size=image_size)
+    model = build_model(
+        config["model"], num_classes=len(classes), image_size=image_size, in_channels=data.in_channels
+    )
     plan = _apply_plan(config["activation_checkpointing"], model)
     card["activation_checkpointing"] = plan
     module = SegmentationModule(
@@ -229,6 +236,23 @@ def _draw(
     )
 
 
+def _quiet() -> None:
+    """Keep what says nothing to the user out of the output."""
+    # Lightning brings a handler of its own, so each of its lines would appear twice under Hydra's logging.
+    logging.getLogger("lightning.pytorch").handlers.clear()
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    # The run directory holds Hydra's files before the logger writes its first.
+    warnings.filterwarnings("ignore", message=r"Experiment logs directory .* exists and is not empty")
+    # Lightning 2.6 against torch's newer pytree.
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+    # The data module chooses its workers by the cores there are.
+    warnings.filterwarnings("ignore", message=r"The '\w+' does not have many workers")
+    # A short run may end before its first epoch's log interval; log_every_steps counts optimizer steps.
+    warnings.filterwarnings(
+        "ignore", message=r"The number of training batches .* is smaller than the logging interval"
+    )
+
+
 def _ending(error: BaseException) -> tuple[str, str]:
     """Status and error text of a run that ended by `error`."""
     text = f"{type(error).__name__}: {error}".strip(": ")
@@ -239,13 +263,13 @@ def _ending(error: BaseException) -> tuple[str, str]:
     return "failed", text
 
 
-def _blank_card(config: Mapping[str, Any]) -> dict[str, Any]:
+def _blank_card(config: Mapping[str, Any], command: str) -> dict[str, Any]:
     """The card with everything that is known before the run."""
     return {
         "schema": SCHEMA,
         "status": "failed",
         "error": None,
-        "command": command_line(),
+        "command": command,
         "config": dict(config),
         "seed": config["seed"],
         "code": code_state(),

@@ -30,6 +30,7 @@ def describe(model: ViTUNet, classes: ClassTable, config: Mapping[str, Any]) -> 
     return {
         "version": seg4k.__version__,
         "classes": classes.to_dict(),
+        "in_channels": len(model.encoder.mean),
         "encoder": config["model"]["encoder"]["name"],
         "normalisation": {"mean": list(model.encoder.mean), "std": list(model.encoder.std)},
         "config": dict(config),
@@ -71,7 +72,12 @@ def load_model(path: Path | str) -> TrainedModel:
     classes = ClassTable.from_dict(about["classes"], f"checkpoint={path}")
     # The weights follow from the file: where the encoder's came from then does not matter now.
     settings = {**config["model"], "encoder": {**config["model"]["encoder"], "weights": "random"}}
-    model = build_model(settings, num_classes=len(classes), image_size=tuple(config["data"]["image_size"]))
+    model = build_model(
+        settings,
+        num_classes=len(classes),
+        image_size=tuple(config["data"]["image_size"]),
+        in_channels=about["in_channels"],
+    )
     state = {
         name.removeprefix(PREFIX): value
         for name, value in content["state_dict"].items()

@@ -12,11 +12,10 @@ from seg4k.models.vit_unet import ViTUNet, build_model
 def make(name="test_vit", size=(64, 96), classes=5, channels=3, norm="batch", **encoder) -> ViTUNet:
     torch.manual_seed(0)
     config = {
-        "in_channels": channels,
         "encoder": {"name": name, "weights": "random", **encoder},
         "decoder": {"channels": [16, 16, 8, 8], "norm": norm},
     }
-    return build_model(config, num_classes=classes, image_size=size)
+    return build_model(config, num_classes=classes, image_size=size, in_channels=channels)
 
 
 MODEL = make()
@@ -70,7 +69,7 @@ def test_input_is_normalised_by_the_encoders_mean_and_std_in_buffers():
 
 
 def test_wrong_images_are_refused():
-    with pytest.raises(UserError, match="in_channels"):
+    with pytest.raises(UserError, match="takes images"):
         make()(torch.rand(1, 4, 32, 32))
     with pytest.raises(UserError, match="uint8"):
         make()(torch.zeros(1, 3, 32, 32, dtype=torch.int32))

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -67,8 +68,8 @@ def test_schedule_rises_then_falls_to_the_final_ratio(name, warmup, steps, final
     factor = schedule({"name": name, "warmup_steps": warmup, "final_ratio": final, "power": 0.9}, steps)
     values = [factor(step) for step in range(steps + 1)]
     top = min(warmup, steps)
-    assert all(a <= b for a, b in zip(values[:top], values[1:top], strict=False))
-    assert all(a >= b - 1e-12 for a, b in zip(values[top:], values[top + 1 :], strict=False))
+    assert all(a <= b for a, b in itertools.pairwise(values[:top]))
+    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(values[top:]))
     assert max(values) <= 1 + 1e-12
     if steps > warmup:
         assert math.isclose(values[-1], final, abs_tol=1e-12)
