@@ -58,7 +58,7 @@ class Operation:
 class Record:
     """A storage: its bytes, the moments of its birth and end (None while alive), and what it is.
 
-    `kind` is "parameters", "gradients", "optimizer", "inputs", "other", or None for what a step computes.
+    `kind` is "parameters", "gradients", "optimizer", "inputs", "library", or None for what a step computes.
     """
 
     bytes: int
@@ -75,16 +75,18 @@ class Recorder(TorchDispatchMode):
 
     Args:
         granularity: storages are counted in multiples of this many bytes.
-        count_operations: also tally `operations`.
+        library: from (operator, arguments, result) to the bytes that it holds inside; none by default.
     """
 
-    def __init__(self, granularity: int = 1, *, count_operations: bool = True) -> None:
+    def __init__(self, granularity: int = 1, library: Callable[..., int] | None = None) -> None:
         super().__init__()
         self.granularity = granularity
-        self.count_operations = count_operations
+        self.library = library
+        self.count_operations = False
         self.records: list[Record] = []
         self.live: list[int] = []
         self.marks: list[tuple[int, Place]] = []
+        """From which moment on the step is at a place."""
         self.peaks: dict[Place, int] = {}
         self.operations: dict[Place, Counter[Operation]] = {}
         self._place = Place("input", "forward")
@@ -180,6 +182,12 @@ class Recorder(TorchDispatchMode):
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         for tensor in made:
             self._record(tensor)
+        if self.library is not None and (inside := self.library(func, args, out)):
+            record = Record(inside, len(self.live), self._exact_place(), "library")
+            self._change(inside)
+            record.freed = len(self.live)
+            self._change(-inside)
+            self.records.append(record)
         if self.count_operations and not func.is_view and not self._on_host:
             self._count(func, args, kwargs, out, made)
         return out

@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seg4k.activation_checkpointing.plan import Plan
+from seg4k.memory.cpu_rules import library_bytes
 from seg4k.memory.cuda_rules import ALLOCATION_BYTES, cuda_rules
 from seg4k.memory.recorder import Follower, Operation, Place, Record, Recorder
 from seg4k.memory.step import Step, autocast, faked
@@ -22,7 +23,7 @@ from seg4k.memory.storages import tensors_in
 
 __all__ = ["KINDS", "Held", "Segment", "Trace", "trace"]
 
-KINDS = ("parameters", "gradients", "optimizer", "inputs", "activations", "temporaries")
+KINDS = ("parameters", "gradients", "optimizer", "inputs", "activations", "temporaries", "library")
 
 
 @dataclass
@@ -142,7 +143,7 @@ def trace(
     """
     cuda = rules == "cuda"
     model = step.model
-    recorder = Recorder(ALLOCATION_BYTES if cuda else 1, count_operations=False)
+    recorder = Recorder(ALLOCATION_BYTES) if cuda else Recorder(library=library_bytes)
     with ExitStack() as stack:
         if cuda:
             stack.enter_context(cuda_rules())
