@@ -1,11 +1,11 @@
 """CUDA's rules for a step that is traced on fake CPU tensors.
 
-Fake CUDA tensors do not train without a GPU: autocast turns itself off and attention takes its math path. Fake
-CPU tensors do, once three things are made as CUDA has them: which operators autocast runs in fp32, which
-attention operator runs, and that the allocator hands out multiples of 512 bytes.
+Fake CUDA tensors do not train without a GPU: autocast turns itself off and attention takes its math path.
+Fake CPU tensors do, once three things are made as CUDA has them: which operators autocast runs in fp32,
+which attention operator runs, and that the allocator hands out multiples of 512 bytes.
 
-The rules are registered with PyTorch's dispatcher, so that they hold for every caller and in recomputation too,
-and taken back on leaving. They hold for the whole process meanwhile: trace in a process of its own.
+The rules are registered with PyTorch's dispatcher, so that they hold for every caller and in recomputation
+too, and taken back on leaving. They hold for the whole process meanwhile: trace in a process of its own.
 """
 
 import contextlib
@@ -17,9 +17,11 @@ import torch
 ALLOCATION_BYTES = 512
 """CUDA's allocator rounds up to this (kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp)."""
 
+_NAMES = str.split
+
 # The operators that autocast on CUDA runs in fp32 (AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE in
 # aten/src/ATen/autocast_mode.h, PyTorch 2.9 to 2.14). Those that take a dtype get it instead of a cast.
-FP32 = """
+FP32 = _NAMES("""
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
     pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm group_norm
     frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss
@@ -29,11 +31,11 @@ FP32 = """
     upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d
     upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
     _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
-""".split()
-FP32_BY_DTYPE = """
+""")
+FP32_BY_DTYPE = _NAMES("""
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum
     linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
-""".split()
+""")
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
@@ -97,13 +99,14 @@ def _attention(
 @contextlib.contextmanager
 def cuda_rules() -> Iterator[None]:
     """Have operators on CPU tensors choose dtypes and attention as on CUDA, in the whole process."""
-    library = torch.library.Library("aten", "IMPL")
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    register: Callable[..., None] = library.impl
     try:
         for name in FP32:
-            library.impl(name, _in_fp32(_overload(name)), "AutocastCPU")
+            register(name, _in_fp32(_overload(name)), "AutocastCPU")
         for name in FP32_BY_DTYPE:
-            library.impl(name, _with_fp32_result(_overload(name)), "AutocastCPU")
-        library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
+            register(name, _with_fp32_result(_overload(name)), "AutocastCPU")
+        register("scaled_dot_product_attention", _attention, "AutogradCPU")
         yield
     finally:
-        library._destroy()
+        library._destroy()  # type: ignore[no-untyped-call]

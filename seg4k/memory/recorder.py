@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
-__all__ = ["Operation", "Place", "Recorder", "Record"]
+__all__ = ["Operation", "Place", "Record", "Recorder"]
 
 aten = torch.ops.aten
 # The CPU's attention operators lack entries in torch's table; the work is that of the other backends.
@@ -22,7 +22,6 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
 }
-LINK = "host"
 _FOLLOWED = "_seg4k_followed"
 _IGNORED = {torch.ops.prim.device.default, aten.detach.default}
 
@@ -44,10 +43,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Operation:
-    """The work of an operator: FLOPs, bytes read and written, and the type of its operands.
-
-    The type `LINK` marks bytes that cross between device and host.
-    """
+    """The work of an operator: FLOPs, bytes read and written, and the type of its operands."""
 
     flops: int
     bytes: int
@@ -68,7 +64,7 @@ class Record:
     freed: int | None = None
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records storages and operators while it is the innermost mode.
 
     A moment is an index into `live`, the bytes alive after each birth or end of a storage.
@@ -79,7 +75,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, granularity: int = 1, library: Callable[..., int] | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.granularity = granularity
         self.library = library
         self.count_operations = False
@@ -89,6 +85,8 @@ class Recorder(TorchDispatchMode):
         """From which moment on the step is at a place."""
         self.peaks: dict[Place, int] = {}
         self.operations: dict[Place, Counter[Operation]] = {}
+        self.moved: Counter[Place] = Counter()
+        """Bytes between device and host, by the place that asked for them."""
         self._place = Place("input", "forward")
         self._now = 0
         self._alive: dict[int, tuple[Any, Record]] = {}
@@ -116,6 +114,7 @@ class Recorder(TorchDispatchMode):
         for record in self.records:
             record.born = 0
         self.live, self.marks, self.peaks, self.operations = [self._now], [], {}, {}
+        self.moved.clear()
 
     def hold(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Say what the storages under `tensors` are, and count those not seen before."""
@@ -124,14 +123,14 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def on_host(self, moved: int) -> Iterator[None]:
-        """Leave out what is made meanwhile: it lies in host memory, where `moved` bytes are copied to or from."""
+        """Leave out what is made meanwhile: it lies in host memory, to or from which `moved` bytes go."""
         self._on_host = True
         try:
             yield
         finally:
             self._on_host = False
         if self.count_operations:
-            self._tally(Operation(0, moved, LINK))
+            self.moved[self._place] += moved
 
     def record_of(self, tensor: torch.Tensor) -> Record:
         """The record of the storage under a tensor."""
@@ -205,10 +204,8 @@ class Recorder(TorchDispatchMode):
         formula = _FLOPS.get(func._overloadpacket)
         flops = formula(*args, **kwargs, out_val=out) if formula is not None else 0
         dtype = str((taken or made)[0].dtype).removeprefix("torch.") if taken or made else "float32"
-        self._tally(Operation(int(flops), moved, dtype))
-
-    def _tally(self, operation: Operation) -> None:
-        self.operations.setdefault(self._exact_place(), Counter())[operation] += 1
+        tally = self.operations.setdefault(self._exact_place(), Counter())
+        tally[Operation(int(flops), moved, dtype)] += 1
 
     def _exact_place(self) -> Place:
         # Backward itself runs without grad mode; recomputation switches it on.
@@ -272,10 +269,10 @@ class Follower:
             for tensor in tree_leaves(output):
                 # The last segment inside returns the same tensor as the one around it: it comes first in
                 # backward, and says more.
-                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                    if not hasattr(tensor, _FOLLOWED):
-                        setattr(tensor, _FOLLOWED, True)
-                        tensor.register_hook(lambda _: self._reached(name))
+                traced = isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None
+                if traced and not hasattr(tensor, _FOLLOWED):
+                    setattr(tensor, _FOLLOWED, True)
+                    tensor.register_hook(lambda _: self._reached(name))
 
         return hook
 

@@ -68,8 +68,9 @@ def autocast(precision: str, device: str = "cpu") -> AbstractContextManager[obje
 def faked(modules: tuple[nn.Module, ...]) -> None:
     """Replace every parameter and buffer by a fresh CPU tensor of its shape, in place.
 
-    Under FakeTensorMode they are fake and take no memory. Models cannot in general be *built* under that mode,
-    so they are built first, on the CPU or on "meta". A parameter that several modules share stays shared.
+    Under FakeTensorMode they are fake and take no memory. Models cannot in general be *built* under that
+    mode, so they are built first, on the CPU or on "meta". A parameter that several modules share stays
+    shared.
     """
     made: dict[int, torch.Tensor] = {}
     old: list[torch.Tensor] = []  # keeps ids from being used twice

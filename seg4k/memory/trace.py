@@ -1,13 +1,14 @@
 """Tracing one training step on fake tensors: its peak, where it falls, and what it is made of.
 
-Nothing is computed and nothing is allocated, so a 4K step of a large model takes seconds on a laptop. The step is
-the real one: the configured model and loss, autograd, recomputation and the optimizer run as they are; only the
-tensors have no data. What no trace can see are the workspaces of libraries, the CUDA context and fragmentation.
+Nothing is computed and nothing is allocated, so a 4K step of a large model takes seconds on a laptop. The
+step is the real one: the configured model and loss, autograd, recomputation and the optimizer run as they
+are; only the tensors have no data. What no trace can see are the workspaces of libraries, the CUDA context
+and fragmentation.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -34,11 +35,13 @@ class Segment:
         saved_bytes: born in its forward and alive when backward begins.
         work: per phase ("forward", "recompute", "backward") how often each amount of work is done.
         peaks: per phase the most bytes alive meanwhile, anywhere.
+        moved: per phase the bytes that it, and no segment inside it, moves between device and host.
     """
 
     saved_bytes: int = 0
     work: dict[str, Counter[Operation]] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
+    moved: Counter[str] = field(default_factory=Counter)
 
     def flops(self, phase: str) -> int:
         """FLOPs of a phase."""
@@ -50,9 +53,9 @@ class Held:
     """Who holds what from forward to backward; made on request, for planning.
 
     Attributes:
-        bytes: of each storage alive when backward begins, parameters and other permanent ones left out.
+        bytes: of each storage, parameters and other permanent ones left out.
         born: the segment (the innermost) or other place of its birth.
-        saved: per innermost segment, the storages that autograd saved for it.
+        saved: per innermost segment or other place, the storages that autograd saved for it.
         inputs: per segment, the storages of its positional arguments.
     """
 
@@ -213,9 +216,7 @@ class _Run:
         step, recorder = self.step, self.recorder
         modules = (step.model, *step.modules)
         step.model.train()
-        copies = [
-            torch.empty_like(tensor) for _ in range(step.copies) for tensor in tensors_in(step.model)
-        ]
+        copies = [torch.empty_like(tensor) for _ in range(step.copies) for tensor in tensors_in(step.model)]
         batch = step.make_batch()
         optimizer = self._optimizer()
         parameters = [p for p in step.model.parameters() if p.requires_grad]
@@ -223,7 +224,7 @@ class _Run:
             recorder.hold(tensors_in([modules, copies]), "parameters")
             recorder.hold(batch.values(), "inputs")
             for parameter in parameters:
-                parameter.register_post_accumulate_grad_hook(self._gradient)
+                parameter.register_post_accumulate_grad_hook(self._gradient)  # type: ignore[no-untyped-call]
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
             if step.zero_grad == "after_step":
@@ -248,7 +249,10 @@ class _Run:
         self.recorder.record_of(parameter.grad).kind = "gradients"
 
     def _one_step(
-        self, batch: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]
+        self,
+        batch: Mapping[str, torch.Tensor],
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[nn.Parameter],
     ) -> None:
         step, recorder = self.step, self.recorder
         count = min(step.accumulate, 2)  # the second batch of an accumulated step stands for all later ones
@@ -257,7 +261,8 @@ class _Run:
             recorder.count_operations = last
             self.follower.entered = self._note_inputs if last and self.with_held else None
             self.follower.start("forward")
-            with self._noting_saved() if last and self.with_held else autocast("fp32"), autocast(step.precision):
+            noting = self._noting_saved() if last and self.with_held else nullcontext()
+            with noting, autocast(step.precision):
                 loss = step.loss(step.model, batch) / step.accumulate
             if last:
                 self.alive_at_backward = [r for r in recorder.records if r.freed is None]
@@ -298,6 +303,8 @@ class _Run:
         for place, work in recorder.operations.items():
             for name in _around(place.name, segments):
                 segments[name].work.setdefault(place.phase, Counter()).update(work)
+        for place, moved in recorder.moved.items():
+            segments[place.name].moved[place.phase] += moved
         computed = [r for r in self.alive_at_backward if r.kind is None]
         for record in computed:
             for name in _around(record.place.name, segments):
@@ -305,7 +312,7 @@ class _Run:
         static = sum(
             record.bytes
             for record in recorder.records
-            if record.kind in ("parameters", "optimizer") or (record.kind == "gradients" and record.freed is None)
+            if record.kind in ("parameters", "optimizer", "gradients") and record.freed is None
         )
         outline, marks = self._outline()
         return Trace(
@@ -316,7 +323,7 @@ class _Run:
             segments=segments,
             live=outline,
             marks=marks,
-            held=self._held(computed) if self.with_held else None,
+            held=self._held() if self.with_held else None,
         )
 
     def _place_at(self, moment: int) -> Place:
@@ -339,21 +346,24 @@ class _Run:
             kinds[kind] += record.bytes
         return kinds
 
-    def _held(self, computed: list[Record]) -> Held:
-        index = {id(record): number for number, record in enumerate(computed)}
+    def _held(self) -> Held:
+        index: dict[int, int] = {}
+        records: list[Record] = []
 
         def numbers(table: dict[str, list[Record]]) -> dict[str, set[int]]:
-            return {
-                name: {index[id(record)] for record in records if id(record) in index}
-                for name, records in table.items()
-            }
+            result: dict[str, set[int]] = {}
+            for name, found in table.items():
+                result[name] = set()
+                for record in found:
+                    if record.kind is None:
+                        if id(record) not in index:
+                            index[id(record)] = len(records)
+                            records.append(record)
+                        result[name].add(index[id(record)])
+            return result
 
-        return Held(
-            [record.bytes for record in computed],
-            [record.place.name for record in computed],
-            numbers(self.saved),
-            numbers(self.inputs),
-        )
+        saved, inputs = numbers(self.saved), numbers(self.inputs)
+        return Held([r.bytes for r in records], [r.place.name for r in records], saved, inputs)
 
     def _outline(self, points: int = 2000) -> tuple[list[int], list[tuple[int, str, str]]]:
         """The largest value of each of `points` equal stretches, and where the outermost places begin."""
