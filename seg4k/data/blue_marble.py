@@ -8,7 +8,6 @@ import gzip
 import hashlib
 import importlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -48,22 +47,27 @@ def prepare(root: Path | str) -> Path:
     if intact(root):
         return root
     root.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(root.with_name(f".{root.name}.lock")):
+    with _lock(root.with_name(f".{root.name}.lock")) as alone:
         if intact(root):  # another process was first
             return root
         if root.exists() and not (root / "manifest.json").exists() and any(root.iterdir()):
             raise UserError(
                 f"{root} is not empty and was not written by data=blue_marble; choose another data.root."
             )
-        for stale in root.parent.glob(f".{root.name}.tmp-*"):  # of builds that were killed
-            shutil.rmtree(stale, ignore_errors=True)
+        if alone:
+            for stale in root.parent.glob(f".{root.name}.tmp-*"):  # of builds that were killed
+                shutil.rmtree(stale, ignore_errors=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{root.name}.tmp-", dir=root.parent))
         try:
             built = temporary / "built"
             _build(built)
-            if root.exists():
-                root.rename(temporary / "damaged")
-            built.rename(root)
+            try:
+                if root.exists():
+                    root.rename(temporary / "damaged")
+                built.rename(root)
+            except OSError:
+                if not intact(root):  # else a process that could not see the lock was first
+                    raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return root
@@ -192,16 +196,17 @@ def _sha256(path: Path) -> str:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold the only lock on `path`; on systems without `fcntl`, the renaming alone keeps the folder whole."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
+def _lock(path: Path) -> Iterator[bool]:
+    """Hold the only lock on `path` and yield True; False where the system or the disk has no locks.
+
+    Without it two processes may both build, and the renaming alone keeps the folder whole.
+    """
+    with path.open("a") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except (ImportError, OSError):
+            yield False
+        else:
+            yield True

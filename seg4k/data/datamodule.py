@@ -20,7 +20,7 @@ from seg4k.data.transforms import Augment
 from seg4k.errors import UserError
 
 _MOST_WORKERS = 8
-_PICTURE_CANDIDATES = 64
+_PICTURE_CANDIDATES = 32
 
 
 class Source(Protocol):
@@ -201,7 +201,7 @@ class SegmentationDataModule(LightningDataModule):
     def sample_for_picture(self, count: int) -> list[Sample]:
         """Up to `count` validation samples for a picture, the ones with most classes first.
 
-        Of many tiles, 64 spread evenly are looked at. A sample is as in a batch, without its first dimension.
+        Of many tiles, 32 spread evenly are looked at. A sample is as in a batch, without its first dimension.
         """
         dataset = self.val_dataset()
         candidates = np.unique(np.linspace(0, len(dataset) - 1, _PICTURE_CANDIDATES).round().astype(int))

@@ -3,6 +3,7 @@
 Everything follows from (seed, epoch, index): neither workers nor processes nor a resumed run change a sample.
 """
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -58,7 +59,7 @@ class EpochSampler(Sampler[Key]):
     def __init__(self, count: int, *, seed: int, rank: int = 0, world: int = 1, multiple: int = 1) -> None:
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} is outside 0..{world - 1}")
-        multiple = max(multiple, 1) if multiple % world == 0 else multiple * world
+        multiple = math.lcm(multiple, world)
         self.total = count // multiple * multiple
         if self.total == 0:
             raise UserError(

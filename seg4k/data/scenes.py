@@ -46,7 +46,7 @@ class Scene(Protocol):
 
 
 def read_window(scene: Scene, window: Window, ignore_index: int) -> tuple[Image, Mask]:
-    """Copy a window of a scene: image (h, w, C) and mask (h, w).
+    """A window of a scene: image (h, w, C) and mask (h, w), not to be written to.
 
     What lies beyond the scene is black in the image and `ignore_index` in the mask.
     """
@@ -55,7 +55,7 @@ def read_window(scene: Scene, window: Window, ignore_index: int) -> tuple[Image,
     bottom = min(window.top + window.height, mask.shape[0])
     right = min(window.left + window.width, mask.shape[1])
     if (bottom - top, right - left) == (window.height, window.width):
-        return image[top:bottom, left:right].copy(), mask[top:bottom, left:right].copy()
+        return image[top:bottom, left:right], mask[top:bottom, left:right]
     wide_image = np.zeros((window.height, window.width, image.shape[2]), image.dtype)
     wide_mask = np.full((window.height, window.width), ignore_index, mask.dtype)
     if bottom > top and right > left:

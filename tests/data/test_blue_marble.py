@@ -147,6 +147,27 @@ def test_two_processes_at_once_leave_one_whole_folder(marble, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == [".twice.lock", "twice"]
 
 
+def test_without_locks_the_first_whole_folder_stays(marble, tmp_path, monkeypatch):
+    root = tmp_path / "both"
+    build = blue_marble._build
+
+    def another_is_faster(folder):
+        shutil.copytree(marble, folder)
+        shutil.copytree(marble, root)
+        monkeypatch.setattr(Path, "exists", lambda path: False)  # seen just before the other's rename
+
+    monkeypatch.setattr(blue_marble.importlib.import_module("fcntl"), "flock", _no_locks)
+    monkeypatch.setattr(blue_marble, "_build", another_is_faster)
+    blue_marble.prepare(root)
+    monkeypatch.undo()
+    assert blue_marble._build is build
+    assert blue_marble.intact(root)
+
+
+def _no_locks(*_):
+    raise OSError("no locks available")
+
+
 def test_a_killed_build_leaves_nothing_that_is_taken_for_whole(tmp_path):
     root = tmp_path / "killed"
     process = _start(root)

@@ -80,6 +80,17 @@ def test_a_dataset_can_be_sent_to_a_new_process(marble):
     assert torch.equal(pickle.loads(sent)[0, 0]["image"], first["image"])
 
 
+def test_the_pixels_in_memory_stay_as_they_are(marble):
+    augment = {**AUGMENT, "colour": 1.0, "contrast": 0.2, "saturation": 0.2, "hue": 0.1, "scale": [1, 1]}
+    dataset = build_datamodule(marble_config(marble, augment=augment), seed=0, batch_size=2).train_dataset()
+    before = [part.copy() for part in dataset.scenes[0].arrays()]
+    for index in range(300):
+        sample = dataset[0, index]
+        sample["image"][:], sample["mask"][:] = 7, 7  # samples share no memory with the scene
+    for part, kept in zip(dataset.scenes[0].arrays(), before, strict=True):
+        np.testing.assert_array_equal(part, kept)
+
+
 def test_seeds_and_only_seeds_change_the_samples(make_folder):
     root = make_folder()
     same(epoch_of(build(root, augment=AUGMENT)), epoch_of(build(root, augment=AUGMENT)))
