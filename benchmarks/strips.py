@@ -1,0 +1,156 @@
+"""Measures head + upsampling + loss in one piece and by strips: peak memory, traced, and time on the CPU.
+
+python benchmarks/strips.py trace     peaks at 3840x2160, cross-entropy + Dice, on fake tensors (seconds)
+python benchmarks/strips.py time      forward + backward at 1024x1024 x 150 classes on the CPU, alternating
+"""
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from seg4k.losses.build import build_loss
+from seg4k.losses.strips import DEFAULT_STRIP_BYTES, evaluate_strips, strip_loss
+
+FEATURES = 32  # channels of the last decoder block
+GIB = 2**30
+
+
+class Tail(nn.Module):
+    """Head and loss as one module: MemTracker follows repeated calls of a module only inside another."""
+
+    def __init__(self, classes, stride):
+        super().__init__()
+        self.head = nn.Conv2d(FEATURES, classes, 3, padding=1)
+        self.loss = build_loss({"terms": {"ce": 1.0, "dice": 1.0}}, classes)
+        self.stride = stride
+
+    def forward(self, features, target, strips):
+        if torch.is_grad_enabled():
+            return strip_loss(features, self.head, target, self.loss, strips, upsample=self.stride)
+        return evaluate_strips(features, self.head, target, self.loss, strips, upsample=self.stride)
+
+
+def traced_peak(classes, stride, strips, size=(2160, 3840), batch=1, validate=False):
+    """Bytes at the peak beside features, target and, in training, the gradient of the features."""
+    device = torch.device("cpu")
+    # Plain convolution shapes; cuDNN and oneDNN may add a workspace, which no trace sees.
+    with FakeTensorMode():
+        tail = Tail(classes, stride)
+        shape = (batch, FEATURES, -(-size[0] // stride), -(-size[1] // stride))
+        features = torch.empty(shape, dtype=torch.bfloat16).requires_grad_(not validate)
+        target = torch.empty(batch, *size, dtype=torch.long)
+        tracker = MemTracker()
+        tracker.track_external(features, target, tail)
+        with tracker, torch.autocast("cpu", dtype=torch.bfloat16), torch.set_grad_enabled(not validate):
+            result = tail(features, target, strips)
+            if not validate:
+                result.backward()
+        peak = tracker.get_tracker_snapshot("peak")[device]["Total"]
+    given = features.numel() * 2 + target.numel() * 8
+    return peak - given - (0 if validate else features.numel() * 2)
+
+
+def trace():
+    """Print a table of traced peaks."""
+    print(
+        "GiB beside features, their gradient and the target; 3840x2160, batch 1, bf16, cross-entropy + Dice"
+    )
+    print(f"{'classes':>8} {'stride':>7} {'one piece':>10} {'auto':>7} {'validation':>11}")
+    for classes in (19, 150):
+        for stride in (1, 2, 4):
+            whole = traced_peak(classes, stride, 1) if classes * 2160 * 3840 < 2**31 else float("nan")
+            auto = traced_peak(classes, stride, "auto")
+            validation = traced_peak(classes, stride, "auto", validate=True)
+            print(f"{classes:>8} {stride:>7} {whole / GIB:10.3f} {auto / GIB:7.3f} {validation / GIB:11.3f}")
+
+
+def one_arm(strips, stride, rounds, classes, size):
+    """Time `rounds` steps of one arm, after one to warm up, and read the peak of the process."""
+    torch.manual_seed(0)
+    tail = Tail(classes, stride)
+    features = torch.randn(1, FEATURES, size // stride, size // stride).requires_grad_()
+    target = torch.randint(0, classes, (1, size, size))
+
+    def step():
+        value = tail(features, target, strips)
+        value.backward()
+        features.grad = None
+        return value
+
+    return step
+
+
+def measure(arguments):
+    """Alternate the arms in this process, then read the peak of each from a process of its own."""
+    torch.set_num_threads(arguments.threads)
+    names = [1, "auto", *arguments.strips]
+    arms = {name: one_arm(name, arguments.stride, 0, arguments.classes, arguments.size) for name in names}
+    seconds = {name: [] for name in names}
+    values = {}
+    for round_ in range(arguments.rounds + 1):
+        for name, step in arms.items():
+            start = time.perf_counter()
+            values[name] = step().item()
+            if round_:  # the first round warms up
+                seconds[name].append(time.perf_counter() - start)
+    peaks = {}
+    for name in names:
+        command = [sys.executable, __file__, "peak", "--arm", str(name), "--stride", str(arguments.stride)]
+        command += ["--classes", str(arguments.classes), "--size", str(arguments.size)]
+        peaks[name] = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    report = {
+        "command": " ".join(["python", *sys.argv]),
+        "size": arguments.size,
+        "classes": arguments.classes,
+        "stride": arguments.stride,
+        "threads": arguments.threads,
+        "strip_bytes": DEFAULT_STRIP_BYTES,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "date": time.strftime("%Y-%m-%d"),
+        "loss": values,
+        "median_seconds": {name: round(statistics.median(s), 3) for name, s in seconds.items()},
+        "time_relative_to_one_piece": {
+            name: round(statistics.median(a / b for a, b in zip(s, seconds[1], strict=True)), 3)
+            for name, s in seconds.items()
+        },
+        "peak_bytes_above_inputs": peaks,
+    }
+    print(json.dumps(report, indent=2))
+
+
+def print_peak(arguments):
+    """Print by how much one step raises the largest resident set of this process."""
+    torch.set_num_threads(arguments.threads)
+    arm = arguments.arm if arguments.arm == "auto" else int(arguments.arm)
+    step = one_arm(arm, arguments.stride, 0, arguments.classes, arguments.size)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    step()
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("what", choices=["trace", "time", "peak"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--stride", type=int, default=1)
+    parser.add_argument("--classes", type=int, default=150)
+    parser.add_argument("--size", type=int, default=1024)
+    parser.add_argument("--strips", type=int, nargs="*", default=[])
+    parser.add_argument("--arm", default="auto", help="for peak: auto or a number of strips")
+    arguments = parser.parse_args()
+    {"trace": lambda _: trace(), "time": measure, "peak": print_peak}[arguments.what](arguments)
+
+
+if __name__ == "__main__":
+    main()
