@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from seg4k.studies.collect import Run, lookup, mode_order
-from seg4k.studies.words import group_name
+from seg4k.studies.words import group_name, shorten
 
 Key = tuple[Any, ...]
 
@@ -121,7 +121,7 @@ def differing_keys(first: Run, second: Run) -> list[str]:
             value = lookup(run.card, *part.split("."))
             flat.update(_flatten(value, part) if isinstance(value, Mapping) else {part: json.dumps(value)})
     return [
-        f"{key} ({here.get(key, 'absent')} / {there.get(key, 'absent')})"
+        f"{key} ({shorten(here.get(key, 'absent'), 24)} / {shorten(there.get(key, 'absent'), 24)})"
         for key in sorted(here.keys() | there.keys())
         if here.get(key) != there.get(key)
     ]

@@ -169,8 +169,8 @@ def _recommend(rows: Sequence[Mapping[str, Any]], baseline_mode: str) -> tuple[s
     if not enough:
         best = min(others, key=lambda row: row["peak_bytes"])
         return None, (
-            f"None: no mode lowers the peak by 30%. The leanest, `{best['label']}`, reaches "
-            f"{size(best['peak_bytes'])} against {size(base['peak_bytes'])} for `{base['label']}`."
+            f"Keep `{base['label']}`: no other mode lowers the peak by 30%. The leanest of them, "
+            f"`{best['label']}`, reaches {size(best['peak_bytes'])} against {size(base['peak_bytes'])}."
         )
     pick = _fastest(enough)
     costs = {row["label"]: (row["peak_bytes"], row["samples_per_second"]) for row in measured}

@@ -50,7 +50,7 @@ def render_page(report: Mapping[str, Any], runs: Sequence[Run]) -> str:
         _section("mIoU per seed, and its difference to the baseline", _table(markdown.miou_table(report))),
         _section("Sample predictions", _pictures(report, directories)),
         _section("Notes", _sentences(report["notes"])),
-        _section("Runs", _table(markdown.run_table(report))),
+        _folded(f"Runs ({len(report['runs'])})", _table(markdown.run_table(report))),
         _section("Beside public figures", _table(markdown.PUBLIC_FIGURES)),
     ]
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
@@ -70,9 +70,15 @@ def _section(title: str, body: str, kind: str = "") -> str:
     return f'<section class="{kind}"><h2>{escape(title)}</h2>{body}</section>' if body else ""
 
 
+def _folded(title: str, body: str) -> str:
+    """A section that opens at a touch, for what would be long on a phone."""
+    return f"<section><details><summary>{escape(title)}</summary>{body}</details></section>"
+
+
 def _code(text: str) -> str:
-    """Escaped text, with what stands between backticks as code."""
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+    """Escaped text, with what stands between backticks as code, and numbers kept beside their units."""
+    text = re.sub(r"(?<=\d) (?=[GM]iB)", "\u00a0", escape(text))
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
 
 
 def _note(text: str) -> str:
@@ -117,7 +123,7 @@ def _pareto_caption(report: Mapping[str, Any]) -> str:
     text = "Filled diamonds: the Pareto front. Hollow circles: another mode is better in both. "
     text += "Small dots, where there are any: single seeds."
     lost = out_of_memory_labels(report)
-    return text + (f" Ran out of memory: {escape(', '.join(lost))}." if lost else "")
+    return text + (f" Ran out of memory: {', '.join(_code(f'`{label}`') for label in lost)}." if lost else "")
 
 
 def _memory_bars(report: Mapping[str, Any], directories: Mapping[str, Run]) -> str:

@@ -101,4 +101,4 @@ def _legend(report: Mapping[str, Any]) -> str:
     if any(seed_points(report, row) for _, row in measured_rows(report)):
         text += "     small dots: single seeds"
     lost = out_of_memory_labels(report)
-    return text + (f"\nran out of memory: {', '.join(lost)}" if lost else "")
+    return text + ("\nran out of memory: " + ", ".join(f'"{label}"' for label in lost) if lost else "")

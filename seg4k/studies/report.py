@@ -14,6 +14,7 @@ from seg4k.studies.collect import MODES, Run, collect_runs, lookup, number
 from seg4k.studies.findings import make_acceptance, make_front_steps, make_recommendations, make_steps
 from seg4k.studies.pareto import pareto_front
 from seg4k.studies.parity import DEFAULT_MARGIN, Parity, check_margin, judge_parity
+from seg4k.studies.words import shorten
 
 SCHEMA = 1
 _MOST_DIFFERENCES = 6
@@ -216,9 +217,11 @@ def _notes(arms: Sequence[Arm], baseline_mode: str) -> list[str]:
             f"There is no run of the baseline mode `{baseline_mode}`: ratios and parity cannot be told."
         )
     for arm in arms:
-        counts = Counter(run.status for run in arm.runs if not run.completed)
-        for status, count in sorted(counts.items()):
-            notes.append(f"`{arm.label}`: {count} of {len(arm.runs)} runs {_STATUS_WORDS[status]}.")
+        for status, spoken in _STATUS_WORDS.items():
+            errors = [run.error for run in arm.runs if run.status == status]
+            if errors:
+                told = next((f": {shorten(error)}" for error in errors if error), "")
+                notes.append(f"`{arm.label}`: {len(errors)} of {len(arm.runs)} runs {spoken}{told}.")
         base = baseline_of(arm, arms, baseline_mode)
         if base is None or base is arm or not arm.completed or not base.completed:
             continue

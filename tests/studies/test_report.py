@@ -138,7 +138,7 @@ def test_failed_runs_are_rows_and_drop_out_of_pairs(run, tmp_path):
     row = rows(report)["stage"]
     assert (row["runs"], row["completed"], row["pairs"], row["parity"]) == (3, 2, 2, "exact")
     assert row["statuses"] == {"completed": 2, "failed": 1}
-    assert "`stage`: 1 of 3 runs failed." in report["notes"]
+    assert "`stage`: 1 of 3 runs failed: boom." in report["notes"]
 
 
 def test_resumed_sweep_reports_the_same(run, tmp_path):
@@ -259,7 +259,7 @@ def test_recommends_nothing_where_little_is_saved(run, tmp_path):
     sweep(run, modes=("none", "decoder"))
     (entry,) = make_report(tmp_path)["recommendations"]
     assert entry["mode"] is None
-    assert "no mode lowers the peak by 30%" in entry["words"]
+    assert "Keep `none`: no other mode lowers the peak by 30%" in entry["words"]
 
 
 def test_acceptance_refuses_too_slow(run, tmp_path):
