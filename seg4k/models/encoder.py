@@ -243,7 +243,7 @@ def _frozen_stages(frozen: int | str) -> int:
 
 
 def _pretrained(name: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """Make timm's pretrained model, or raise a UserError with the two ways on; never silent random weights."""
+    """Make timm's pretrained model, or raise with the two ways on; never silent random weights."""
     import timm
 
     try:
@@ -251,9 +251,9 @@ def _pretrained(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     except Exception as error:  # the hub client raises its own, requests' or OS errors, by version
         raise UserError(
             f"model.encoder.weights=pretrained: the weights of {name} could not be had "
-            f"({type(error).__name__}: {str(error).partition(chr(10))[0]}). Two ways on: fetch them where there "
-            "is a network and give the file, model.encoder.weights=/path/to/model.safetensors; or train from "
-            "scratch, model.encoder.weights=random."
+            f"({type(error).__name__}: {str(error).partition(chr(10))[0]}). Two ways on: fetch them where "
+            "there is a network and give the file, model.encoder.weights=/path/to/model.safetensors; or train "
+            "from scratch, model.encoder.weights=random."
         ) from error
 
 
@@ -304,5 +304,6 @@ def load_timm_weights(vit: nn.Module, path: Path) -> None:
         reason = str(error.args[0]).strip().splitlines()[-1].strip()
         raise UserError(
             f"{where}: these are weights of another architecture than "
-            f"{cast(Any, vit).default_cfg['architecture']}: {reason}. Set model.encoder.name to the one they were saved from."
+            f"{cast(Any, vit).default_cfg['architecture']}: {reason}. "
+            "Set model.encoder.name to the one they were saved from."
         ) from error

@@ -14,6 +14,7 @@ from seg4k.models.encoder import ViTEncoder, build_encoder
 from seg4k.models.neck import ImageLevel, NeckLevel, TokensToMap, doublings
 
 STEM_CHANNELS = 32
+STRIDES = (8, 4, 2, 1)  # of the outputs of the decoder blocks
 
 
 class Step(NamedTuple):
@@ -37,6 +38,8 @@ class ViTUNet(nn.Module):
         in_channels: channels of the image.
         decoder_channels: of the four decoder blocks, from the coarsest on.
         norm: `batch` or `group`, in neck and decoder.
+        head_stride: 1, 2 or 4, the stride of the features that the head takes. Above 1 the last decoder
+            blocks are left out and the logits are upsampled bilinearly: less memory for coarser edges.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class ViTUNet(nn.Module):
         in_channels: int = 3,
         decoder_channels: Sequence[int] = (256, 128, 64, 32),
         norm: str = "batch",
+        head_stride: int = 1,
     ) -> None:
         super().__init__()
         from segmentation_models_pytorch.base import initialization
@@ -55,6 +59,10 @@ class ViTUNet(nn.Module):
             raise UserError(
                 f"model.decoder.channels={list(decoder_channels)}: give four numbers, one per block"
             )
+        if head_stride not in (1, 2, 4):
+            raise UserError(f"model.head.stride={head_stride}: choose 1, 2 or 4")
+        self.head_stride = head_stride
+        self.strides = strides = tuple(stride for stride in STRIDES if stride >= head_stride)
         dim, prefix, patch = encoder.embed_dim, encoder.prefix_tokens, min(encoder.patch_size)
         self.encoder = encoder
         self.num_classes = num_classes
@@ -63,18 +71,19 @@ class ViTUNet(nn.Module):
                 "stride16": TokensToMap(prefix),
                 "stride8": NeckLevel(dim, dim // 2, doublings(patch, 8), prefix, norm),
                 "stride4": NeckLevel(dim, dim // 4, doublings(patch, 4), prefix, norm),
-                "stride2": ImageLevel(in_channels, STEM_CHANNELS, norm),
             }
         )
+        if 2 in strides:
+            self.neck["stride2"] = ImageLevel(in_channels, STEM_CHANNELS, norm)
         skips = (dim // 2, dim // 4, STEM_CHANNELS, 0)
         inputs = (dim, *decoder_channels[:3])
         self.decoder = nn.ModuleDict(
             {
                 f"block{index}": DecoderBlock(inputs[index], skips[index], decoder_channels[index], norm)
-                for index in range(4)
+                for index in range(len(strides))
             }
         )
-        self.head = nn.Conv2d(decoder_channels[3], num_classes, kernel_size=3, padding=1)
+        self.head = nn.Conv2d(decoder_channels[len(strides) - 1], num_classes, kernel_size=3, padding=1)
         initialization.initialize_decoder(self.neck)
         initialization.initialize_decoder(self.decoder)
         initialization.initialize_head(self.head)
@@ -84,10 +93,15 @@ class ViTUNet(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         """Logits (B, classes, H, W) of an image (B, C, H, W), float in [0, 1] or uint8."""
         height, width = image.shape[-2:]
-        return cast(Tensor, self.head(self.forward_features(image)))[..., :height, :width]
+        logits = self.head(self.forward_features(image))
+        if self.head_stride > 1:
+            logits = F.interpolate(
+                logits, scale_factor=self.head_stride, mode="bilinear", align_corners=False
+            )
+        return cast(Tensor, logits)[..., :height, :width]
 
     def forward_features(self, image: Tensor) -> Tensor:
-        """Features (B, F, H', W') for the head; H' and W' are the image's, rounded up to whole patches."""
+        """Features (B, F, H', W') for the head: the image's size in whole patches over `head_stride`."""
         image = self.preprocess(image)
         height, width = image.shape[-2:]
         rows, columns = height // self.encoder.patch_size[0], width // self.encoder.patch_size[1]
@@ -151,10 +165,10 @@ class ViTUNet(nn.Module):
             "stride4": (stages[1], *grid, "height/4", "width/4"),
             "stride2": ("image",),
         }
-        neck = {name: Step(f"neck.{name}", self.neck[name], inputs) for name, inputs in sources.items()}
+        neck = {name: Step(f"neck.{name}", module, sources[name]) for name, module in self.neck.items()}
         steps.append(neck["stride16"])
         before = "neck.stride16"
-        for index, stride in enumerate((8, 4, 2, 1)):
+        for index, stride in enumerate(self.strides):
             skip = "none"
             if stride > 1:
                 steps.append(neck[f"stride{stride}"])
@@ -191,8 +205,8 @@ def build_model(
     """A `ViTUNet` from the `model` group of the configuration.
 
     Args:
-        config: `encoder` (name, weights, frozen, drop_path, dropout) and `decoder` (channels, norm), as
-            conf/model/vit_unet.yaml documents them.
+        config: `encoder` (name, weights, frozen, drop_path, dropout), `decoder` (channels, norm) and `head`
+            (stride), as conf/model/vit_unet.yaml documents them.
         num_classes: channels of the logits.
         image_size: (H, W) in pixels of the training images; others work too.
         in_channels: channels of the images.
@@ -207,4 +221,5 @@ def build_model(
         in_channels=in_channels,
         decoder_channels=config["decoder"]["channels"],
         norm=config["decoder"]["norm"],
+        head_stride=config["head"]["stride"],
     )

@@ -6,9 +6,11 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor, nn
+from torch import Tensor
 
 from seg4k.data.classes import ClassTable
+from seg4k.losses.loss import SegmentationLoss
+from seg4k.losses.strips import evaluate_strips, strip_loss
 from seg4k.metrics import ConfusionMatrix
 from seg4k.models.vit_unet import ViTUNet
 from seg4k.training.optimizers import build_optimizer, schedule
@@ -21,8 +23,22 @@ class ValidationCounts:
 
     def __init__(self, classes: ClassTable, device: torch.device) -> None:
         self.confusion = ConfusionMatrix(len(classes), ignore_index=classes.ignore_index).to(device)
-        self.loss_and_pixels = torch.zeros(2, dtype=torch.float64, device=device)
+        self.sums: dict[str, Tensor] = {}
         self.samples = 0
+
+    def add(self, labels: Tensor, mask: Tensor, sums: Mapping[str, Tensor]) -> None:
+        """Count one batch: predicted labels and mask (B, H, W), and the loss's sums over its pixels."""
+        self.confusion.update(labels, mask)
+        wide = {key: value.double() if value.is_floating_point() else value for key, value in sums.items()}
+        self.sums = {key: self.sums[key] + value if self.sums else value for key, value in wide.items()}
+        self.samples += len(mask)
+
+    def all_reduce(self) -> None:
+        """Add up over all processes."""
+        self.confusion.all_reduce()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            for key in sorted(self.sums):
+                torch.distributed.all_reduce(self.sums[key])
 
 
 class SegmentationModule(LightningModule):
@@ -30,9 +46,10 @@ class SegmentationModule(LightningModule):
 
     Args:
         model: the segmenter.
-        loss: (logits (B, C, H, W), mask (B, H, W)) to a scalar, a mean over valid pixels.
+        loss: a mean over valid pixels, from sums over them.
         classes: names, colours and the label to ignore.
         optimizer: the `optimizer` group of the configuration.
+        strips: how many strips of rows head and loss are taken in, and the bytes `auto` may take for one.
         schedule: the `schedule` group of the configuration.
         description: what a checkpoint says of itself beside its weights; plain values only.
     """
@@ -40,9 +57,10 @@ class SegmentationModule(LightningModule):
     def __init__(
         self,
         model: ViTUNet,
-        loss: nn.Module,
+        loss: SegmentationLoss,
         classes: ClassTable,
         *,
+        strips: tuple[int | str, int],
         optimizer: Mapping[str, Any],
         schedule: Mapping[str, Any],
         description: Mapping[str, Any],
@@ -51,6 +69,7 @@ class SegmentationModule(LightningModule):
         self.model = model
         self.loss = loss
         self.classes = classes
+        self.strips, self.strip_bytes = strips
         self.optimizer_config = optimizer
         self.schedule_config = schedule
         self.description = description
@@ -63,7 +82,15 @@ class SegmentationModule(LightningModule):
 
     def training_step(self, batch: Batch, batch_index: int) -> Tensor:
         """The loss of one batch."""
-        loss = cast(Tensor, self.loss(self(batch["image"]), batch["mask"]))
+        loss = strip_loss(
+            self.model.forward_features(batch["image"]),
+            self.model.head,
+            batch["mask"],
+            self.loss,
+            self.strips,
+            upsample=self.model.head_stride,
+            strip_bytes=self.strip_bytes,
+        )
         self.log("train_loss", loss, prog_bar=True, batch_size=len(batch["image"]))
         return loss
 
@@ -72,20 +99,24 @@ class SegmentationModule(LightningModule):
         self.counts = ValidationCounts(self.classes, self.device)
 
     def validation_step(self, batch: Batch, batch_index: int) -> None:
-        """Count one batch; its loss weighs by valid pixels, so that the batch size does not matter."""
-        logits, mask = self(batch["image"]), batch["mask"]
-        valid = (mask != self.classes.ignore_index).sum()
-        self.counts.loss_and_pixels += torch.stack([self.loss(logits, mask) * valid, valid]).double()
-        self.counts.confusion.update(logits.argmax(dim=1), mask)
-        self.counts.samples += len(mask)
+        """Count one batch, strip by strip; how the set is cut into batches does not matter."""
+        mask = batch["mask"]
+        labels, sums = evaluate_strips(
+            self.model.forward_features(batch["image"]),
+            self.model.head,
+            mask,
+            self.loss,
+            self.strips,
+            upsample=self.model.head_stride,
+            strip_bytes=self.strip_bytes,
+        )
+        self.counts.add(labels, mask, sums)
 
     def on_validation_epoch_end(self) -> None:
         """Log IoU per class, mIoU and loss over the whole validation set."""
-        confusion, sums = self.counts.confusion, self.counts.loss_and_pixels
-        confusion.all_reduce()
-        if self.trainer.world_size > 1:
-            sums = cast(Tensor, self.trainer.strategy.reduce(sums, reduce_op="sum"))
-        values = {"val_miou": confusion.miou(), "val_loss": sums[0] / sums[1]}
+        self.counts.all_reduce()
+        confusion = self.counts.confusion
+        values = {"val_miou": confusion.miou(), "val_loss": self.loss.finish(self.counts.sums)}
         values |= {
             f"val_iou/{name}": value for name, value in zip(self.classes.names, confusion.iou(), strict=True)
         }

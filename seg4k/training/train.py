@@ -17,7 +17,7 @@ from seg4k.activation_checkpointing import apply_activation_checkpointing, make_
 from seg4k.data.build import build_datamodule
 from seg4k.data.datamodule import SegmentationDataModule
 from seg4k.errors import UserError
-from seg4k.losses.build import build_loss
+from seg4k.losses.build import build_loss, strip_options
 from seg4k.models.vit_unet import build_model
 from seg4k.training.callbacks import MemoryWatch, ProgressBar, ProgressLines, Stopwatch
 from seg4k.training.module import SegmentationModule
@@ -95,7 +95,9 @@ def _run(config: Mapping[str, Any], directory: Path, card: dict[str, Any]) -> No
     # Seeds every library, workers too; 0 is a seed like any other.
     seed_everything(config["seed"], workers=True, verbose=False)
 
-    data = build_datamodule(config["data"], seed=config["seed"], batch_size=config["batch"]["per_device"])
+    data = build_datamodule(
+        config["data"], seed=config["seed"], batch_size=config["batch"]["per_device"], accumulate=accumulate
+    )
     data.prepare_data()
     data.setup("fit")
     classes = data.class_table
@@ -109,6 +111,7 @@ def _run(config: Mapping[str, Any], directory: Path, card: dict[str, Any]) -> No
         model,
         build_loss(config["loss"], len(classes), classes.ignore_index),
         classes,
+        strips=strip_options(config["loss"]),
         optimizer=config["optimizer"],
         schedule=config["schedule"],
         description=describe(model, classes, config),

@@ -9,11 +9,12 @@ from seg4k.models.norm import GroupNorm2d
 from seg4k.models.vit_unet import ViTUNet, build_model
 
 
-def make(name="test_vit", size=(64, 96), classes=5, channels=3, norm="batch", **encoder) -> ViTUNet:
+def make(name="test_vit", size=(64, 96), classes=5, channels=3, norm="batch", stride=1, **encoder) -> ViTUNet:
     torch.manual_seed(0)
     config = {
         "encoder": {"name": name, "weights": "random", **encoder},
         "decoder": {"channels": [16, 16, 8, 8], "norm": norm},
+        "head": {"stride": stride},
     }
     return build_model(config, num_classes=classes, image_size=size, in_channels=channels)
 
@@ -179,6 +180,22 @@ def test_group_norm_replaces_every_batch_norm_and_keeps_bf16():
     torch.testing.assert_close(norm(x).double(), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("stride", [2, 4])
+def test_a_head_of_greater_stride_upsamples_its_logits(stride):
+    model = make(stride=stride).eval()
+    image = torch.rand(1, 3, 45, 70)
+    features = model.forward_features(image)
+    assert features.shape[-2:] == (48 // stride, 80 // stride)
+    expected = torch.nn.functional.interpolate(
+        model.head(features).double(), size=(48, 80), mode="bilinear", align_corners=False
+    )[..., :45, :70]
+    torch.testing.assert_close(model(image).double(), expected, rtol=0, atol=1e-5)
+    assert list(model.segments())[-2] == f"decoder.block{3 - stride // 2}.conv2"
+    assert ("neck.stride2" in model.segments()) == (stride == 2)
+
+
 def test_bad_settings():
+    with pytest.raises(UserError, match=r"head.stride"):
+        make(stride=8)
     with pytest.raises(UserError, match="norm=layer"):
         make(norm="layer")
