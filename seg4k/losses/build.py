@@ -89,8 +89,7 @@ def _term(name: str, config: Mapping[str, Any]) -> Term:
             raise UserError("loss.alpha and loss.beta are both 0, which counts no mistake: raise one of them")
         return Region(**values)
     if name == "dice":
-        # (2 I + s) / (P + N + s) is the Tversky index with half of s.
-        return Region(alpha=0.5, beta=0.5, smooth=values["smooth"] / 2)
+        return Region(alpha=0.5, beta=0.5, smooth=values["smooth"])
     return Region(alpha=1.0, beta=1.0, smooth=values["smooth"])
 
 

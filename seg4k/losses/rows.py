@@ -1,8 +1,8 @@
 """Which rows a strip needs, what it takes in memory, into how many an image is cut: arithmetic only."""
 
-from itertools import pairwise
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from seg4k.errors import UserError
 

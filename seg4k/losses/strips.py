@@ -192,10 +192,10 @@ def _rows(features: Tensor, head: nn.Module, size: tuple[int, ...], upsample: in
         height=size[0],
         width=size[1],
         upsample=upsample,
-        halo=0,
+        halo=height,
     )
     if strips == 1 and rows.largest(rows.height) < ELEMENT_LIMIT:
-        return rows  # in one piece any head will do
+        return rows  # in one piece, which reads all rows, any head will do
     return replace(rows, halo=head_halo(head))
 
 
