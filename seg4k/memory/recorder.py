@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
+from seg4k.activation_checkpointing.selective import FUSED
+
 __all__ = ["Operation", "Place", "Record", "Recorder"]
 
 aten = torch.ops.aten
@@ -85,6 +87,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """From which moment on the step is at a place."""
         self.peaks: dict[Place, int] = {}
         self.operations: dict[Place, Counter[Operation]] = {}
+        self.attention: list[Record] = []
+        """What attention operators made in forward."""
         self.moved: Counter[Place] = Counter()
         """Bytes between device and host, by the place that asked for them."""
         self._place = Place("input", "forward")
@@ -114,6 +118,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for record in self.records:
             record.born = 0
         self.live, self.marks, self.peaks, self.operations = [self._now], [], {}, {}
+        self.attention.clear()
         self.moved.clear()
 
     def hold(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
@@ -179,8 +184,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _IGNORED:
             return out
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        for tensor in made:
-            self._record(tensor)
+        records = [self._record(tensor) for tensor in made]
+        if func in FUSED and self._place.phase == "forward":
+            self.attention.extend(records)
         if self.library is not None and (inside := self.library(func, args, out)):
             record = Record(inside, len(self.live), self._exact_place(), "library")
             self._change(inside)

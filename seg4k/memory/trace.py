@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from seg4k.activation_checkpointing import offload
 from seg4k.activation_checkpointing.plan import Plan
 from seg4k.memory.cpu_rules import library_bytes
 from seg4k.memory.cuda_rules import ALLOCATION_BYTES, cuda_rules
@@ -35,12 +36,14 @@ class Segment:
         saved_bytes: born in its forward and alive when backward begins.
         work: per phase ("forward", "recompute", "backward") how often each amount of work is done.
         peaks: per phase the most bytes alive meanwhile, anywhere.
+        own_peaks: the same while no segment inside it runs.
         moved: per phase the bytes that it, and no segment inside it, moves between device and host.
     """
 
     saved_bytes: int = 0
     work: dict[str, Counter[Operation]] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
+    own_peaks: dict[str, int] = field(default_factory=dict)
     moved: Counter[str] = field(default_factory=Counter)
 
     def flops(self, phase: str) -> int:
@@ -57,12 +60,16 @@ class Held:
         born: the segment (the innermost) or other place of its birth.
         saved: per innermost segment or other place, the storages that autograd saved for it.
         inputs: per segment, the storages of its positional arguments.
+        fixed_inputs: those of them that offloading leaves where they are.
+        attention: per innermost segment, the storages that its attention made.
     """
 
     bytes: list[int]
     born: list[str]
     saved: dict[str, set[int]]
     inputs: dict[str, set[int]]
+    fixed_inputs: dict[str, set[int]]
+    attention: dict[str, set[int]]
 
 
 @dataclass
@@ -171,8 +178,6 @@ def _apply(model: nn.Module, plan: Plan) -> None:
 @contextmanager
 def _host_copies(recorder: Recorder) -> Iterator[None]:
     """Have offloaded tensors leave the device, and come back as new ones, as they do on CUDA."""
-    from seg4k.activation_checkpointing import offload
-
     class HostCopy(offload.HostCopy):
         def __init__(self, tensor: torch.Tensor) -> None:
             self.device, self.ready = tensor.device, None
@@ -210,6 +215,7 @@ class _Run:
         self.with_held = with_held
         self.saved: dict[str, list[Record]] = {}
         self.inputs: dict[str, list[Record]] = {}
+        self.fixed_inputs: dict[str, list[Record]] = {}
         self.alive_at_backward: list[Record] = []
 
     def trace(self) -> Trace:
@@ -277,8 +283,12 @@ class _Run:
         optimizer.step()
 
     def _note_inputs(self, name: str, inputs: tuple[object, ...]) -> None:
-        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-        self.inputs.setdefault(name, []).extend(self.recorder.record_of(tensor) for tensor in tensors)
+        for tensor in inputs:
+            if isinstance(tensor, torch.Tensor):
+                record = self.recorder.record_of(tensor)
+                self.inputs.setdefault(name, []).append(record)
+                if not offload._worth_moving(tensor):
+                    self.fixed_inputs.setdefault(name, []).append(record)
 
     @contextmanager
     def _noting_saved(self) -> Iterator[None]:
@@ -297,6 +307,8 @@ class _Run:
         segments = {name: Segment() for name in self.names}
         for place, bytes_ in recorder.peaks.items():
             phase = "backward" if place.phase == "recompute" else place.phase
+            own = segments[place.name].own_peaks
+            own[phase] = max(own.get(phase, 0), bytes_)
             for name in _around(place.name, segments):
                 peaks = segments[name].peaks
                 peaks[phase] = max(peaks.get(phase, 0), bytes_)
@@ -362,8 +374,11 @@ class _Run:
                         result[name].add(index[id(record)])
             return result
 
-        saved, inputs = numbers(self.saved), numbers(self.inputs)
-        return Held([r.bytes for r in records], [r.place.name for r in records], saved, inputs)
+        attention: dict[str, list[Record]] = {}
+        for record in self.recorder.attention:
+            attention.setdefault(record.place.name, []).append(record)
+        tables = [numbers(table) for table in (self.saved, self.inputs, self.fixed_inputs, attention)]
+        return Held([r.bytes for r in records], [r.place.name for r in records], *tables)
 
     def _outline(self, points: int = 2000) -> tuple[list[int], list[tuple[int, str, str]]]:
         """The largest value of each of `points` equal stretches, and where the outermost places begin."""
