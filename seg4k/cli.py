@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +89,19 @@ def run_with_config(task: Callable[[Mapping[str, Any], Path], None], overrides: 
     from omegaconf import DictConfig, OmegaConf
 
     conf = conf_directory()
+    failures: list[Exception] = []
 
     @hydra.main(version_base="1.3", config_path=str(conf), config_name="config")
     def entry(composed: DictConfig) -> None:
-        _reject_unknown_keys(composed, dict(HydraConfig.get().runtime.choices), conf)
-        config = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-        assert isinstance(config, dict)
-        task({str(key): value for key, value in config.items()}, Path(HydraConfig.get().runtime.output_dir))
+        # Hydra would announce an exception in its own words first.
+        try:
+            _check_keys(composed, dict(HydraConfig.get().runtime.choices), conf)
+            config = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+            assert isinstance(config, dict)
+            directory = Path(HydraConfig.get().runtime.output_dir)
+            task({str(key): value for key, value in config.items()}, directory)
+        except Exception as error:
+            failures.append(error)
 
     # Hydra would print a mistake as a traceback and exit with 1; so it lets the exception through.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -105,17 +111,28 @@ def run_with_config(task: Callable[[Mapping[str, Any], Path], None], overrides: 
         entry()
     finally:
         sys.argv = before
+    if failures:
+        raise failures[0]
     return 0
 
 
-def _reject_unknown_keys(composed: Any, choices: Mapping[str, str | None], conf: Path) -> None:  # noqa: ANN401
-    """Refuse keys that nothing reads: an experiment file or `+key=value` could bring them in unnoticed."""
+def _check_keys(composed: Any, choices: Mapping[str, str | None], conf: Path) -> None:  # noqa: ANN401
+    """Refuse keys that nothing reads, and words where a number or true/false belongs.
+
+    An experiment file or `+key=value` could bring such keys in unnoticed.
+    """
     from omegaconf import OmegaConf
 
-    known = set(_flat_keys(_reference(choices, conf)))
-    for key in _flat_keys(OmegaConf.to_container(composed, resolve=False)):
+    known = _flat(_reference(choices, conf))
+    for key, value in _flat(OmegaConf.to_container(composed, resolve=False)).items():
         if key not in known:
             raise UserError(f"{key}: no such key.{_did_you_mean(key, known)} See {conf} for all of them.")
+        default = known[key]
+        if isinstance(default, bool) and not isinstance(value, bool):
+            raise UserError(f"{key}={value}: give true or false")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if isinstance(default, int | float) and not isinstance(default, bool) and not number:
+            raise UserError(f"{key}={value}: give a number, such as {default}")
 
 
 def _reference(choices: Mapping[str, str | None], conf: Path) -> dict[str, Any]:
@@ -139,26 +156,32 @@ def _reference(choices: Mapping[str, str | None], conf: Path) -> dict[str, Any]:
     return reference
 
 
-def _flat_keys(value: Any, prefix: str = "") -> Iterator[str]:  # noqa: ANN401 - any nesting
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:  # noqa: ANN401 - any nesting
+    """Every key of nested mappings as a dotted name, the inner ones too."""
+    found: dict[str, Any] = {}
     if isinstance(value, Mapping):
         for key, entry in value.items():
-            name = f"{prefix}{key}"
-            yield name
-            yield from _flat_keys(entry, f"{name}.")
+            found[f"{prefix}{key}"] = entry
+            found |= _flat(entry, f"{prefix}{key}.")
+    return found
 
 
-def _did_you_mean(key: str, known: set[str]) -> str:
+def _did_you_mean(key: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(key, sorted(known), n=3, cutoff=0.6)
     return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
 def _explain(error: Exception) -> str:
     """Hydra's message without its advice to append, which would only add a key that nothing reads."""
+    from omegaconf.errors import MissingMandatoryValue
+
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key}: must be set, {error.full_key}=VALUE"
     message = str(error)
     found = re.match(r"Could not override '(?P<key>[^']+)'", message)
     if found:
         conf = conf_directory()
-        known = set(_flat_keys(_reference(_default_choices(conf), conf)))
+        known = _flat(_reference(_default_choices(conf), conf))
         key = found["key"]
         if key in known:  # the key is right; what is wrong is the value, and the cause says how
             return f"{key}: {error.__cause__ or message}"

@@ -252,8 +252,8 @@ def _pretrained(name: str, arguments: Mapping[str, Any]) -> nn.Module:
         raise UserError(
             f"model.encoder.weights=pretrained: the weights of {name} could not be had "
             f"({type(error).__name__}: {str(error).partition(chr(10))[0]}). Two ways on: fetch them where "
-            "there is a network and give the file, model.encoder.weights=/path/to/model.safetensors; or train "
-            "from scratch, model.encoder.weights=random."
+            "there is a network and give the file, model.encoder.weights=/path/to/model.safetensors; or train"
+            " from scratch, model.encoder.weights=random."
         ) from error
 
 

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from seg4k.activation_checkpointing import apply_activation_checkpointing, make_plan
 from seg4k.data.build import build_datamodule
+from seg4k.data.classes import ClassTable
 from seg4k.data.datamodule import SegmentationDataModule
 from seg4k.errors import UserError
 from seg4k.losses.build import build_loss, strip_options
@@ -30,6 +31,7 @@ from seg4k.training.run_card import (
     finite,
     write_card,
 )
+from seg4k.training.summary import print_summary
 from seg4k.training.weights import describe
 
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -53,8 +55,10 @@ def train(config: Mapping[str, Any], directory: Path, command: str) -> dict[str,
     _quiet()
     card = _blank_card(config, command)
     try:
-        _run(config, directory, card)
+        classes = _run(config, directory, card)
         card["status"] = "completed"
+        if getattr(rank_zero_only, "rank", 0) == 0:
+            print_summary(card, classes, directory)
     except BaseException as error:
         card["status"], card["error"] = _ending(error)
         raise
@@ -82,7 +86,7 @@ def accumulation(config: Mapping[str, Any], world_size: int) -> int:
     return int(effective // at_once)
 
 
-def _run(config: Mapping[str, Any], directory: Path, card: dict[str, Any]) -> None:
+def _run(config: Mapping[str, Any], directory: Path, card: dict[str, Any]) -> ClassTable:
     settings = config["trainer"]
     if config["precision"] not in PRECISIONS:
         raise UserError(f"precision={config['precision']}: choose one of {', '.join(PRECISIONS)}")
@@ -123,7 +127,7 @@ def _run(config: Mapping[str, Any], directory: Path, card: dict[str, Any]) -> No
     card["device"] = device_state(module.device.type, None, trainer.world_size)
     card["strategy"] = type(trainer.strategy).__name__
     try:
-        trainer.fit(module, datamodule=data)
+        trainer.fit(module, datamodule=data, weights_only=True)
     finally:
         reading = memory.reading()
         card["device"] = device_state(
@@ -140,11 +144,12 @@ def _run(config: Mapping[str, Any], directory: Path, card: dict[str, Any]) -> No
     if trainer.interrupted:
         raise KeyboardInterrupt
     if module.validated_step != trainer.global_step:
-        trainer.validate(module, datamodule=data, verbose=False)
+        trainer.validate(module, datamodule=data, verbose=False, weights_only=True)
         trainer.save_checkpoint(directory / "checkpoints" / "last.ckpt")
         card["metrics"] = _metrics(trainer, module)
     if trainer.is_global_zero:
         _draw(trainer, module, data, directory / "val_samples.png", config["name"])
+    return classes
 
 
 def _apply_plan(config: Mapping[str, Any], model: torch.nn.Module) -> dict[str, Any]:
@@ -242,7 +247,8 @@ def _draw(
 def _quiet() -> None:
     """Keep what says nothing to the user out of the output."""
     # Lightning brings a handler of its own, so each of its lines would appear twice under Hydra's logging.
-    logging.getLogger("lightning.pytorch").handlers.clear()
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
+        logging.getLogger(name).handlers.clear()
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     # The run directory holds Hydra's files before the logger writes its first.
     warnings.filterwarnings("ignore", message=r"Experiment logs directory .* exists and is not empty")

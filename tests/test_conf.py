@@ -1,0 +1,58 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from seg4k.cli import conf_directory
+from tests.helpers import configuration
+
+CONF = conf_directory()
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+# The factors of a loss, explained by the comment of their mapping; Hydra's own keys; a mode, by its file.
+UNDOCUMENTED = {"ce", "dice", "focal", "jaccard", "tversky", "dir", "subdir", "chdir", "mode"}
+HEADER = ("command", "hardware", "time", "memory", "mIoU")
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_composes_and_says_what_to_expect(name):
+    assert configuration(f"experiment={name}")["name"] == name
+    comments = [
+        line for line in (CONF / "experiment" / f"{name}.yaml").read_text().splitlines() if line[:1] == "#"
+    ]
+    for entry in HEADER:
+        assert any(line.startswith(f"#   {entry}") for line in comments), entry
+    assert any(f"experiment={name}" in line for line in comments)
+
+
+@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONF)))
+def test_every_key_is_documented_where_it_stands(path):
+    if path.parent.name in ("experiment", "device"):
+        return  # an experiment repeats documented keys; a device's are documented by its head
+    comment = False
+    for line in path.read_text().splitlines():
+        key, _, value = line.strip().partition(":")
+        if line.startswith("#") or not line.strip() or line.lstrip().startswith("- "):
+            comment = line.startswith("#")
+        elif value.strip() and key != "name" and key not in UNDOCUMENTED:
+            assert "#" in value or comment, f"{path}: {line}"
+
+
+def test_an_experiment_states_only_what_differs():
+    defaults = configuration()
+    for name in EXPERIMENTS:
+        content = yaml.safe_load((CONF / "experiment" / f"{name}.yaml").read_text())
+        chosen = {entry.partition("/")[2] for item in content.pop("defaults", []) for entry in item}
+
+        def same(value, default, where):
+            if isinstance(value, dict):
+                return [key for k, v in value.items() for key in same(v, default.get(k), f"{where}.{k}")]
+            return [where] if value == default else []
+
+        for key, value in content.items():
+            if key not in chosen:
+                assert not same(value, defaults.get(key), key), f"{name} repeats a default"
+
+
+def test_tests_see_the_configuration_of_the_clone():
+    assert Path(CONF).name == "conf"
+    assert (CONF.parent / "train.py").is_file()
