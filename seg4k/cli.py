@@ -4,6 +4,7 @@ import difflib
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ USAGE = """seg4k VERB [overrides]
 
   train       train a segmenter: seg4k train experiment=quickstart
               (--help lists groups and keys; -m sweeps: seed=0,1,2)
+  report      judge the runs below a directory: seg4k report outputs/granularity/sweep_...
 
 Every override is KEY=VALUE of the configuration in conf/, or GROUP=NAME of one of its groups.
 Exit status: 0 success, 2 a mistake in the command or the data, 3 a plan that does not fit,
@@ -73,13 +75,114 @@ def _command(verb: str, overrides: Sequence[str]) -> str:
 
 def _train(overrides: Sequence[str]) -> int:
     command = _command("train", overrides)
+    if {"-m", "--multirun"} & set(overrides):
+        return _sweep(overrides)
 
     def task(config: Mapping[str, Any], directory: Path) -> None:
-        from seg4k.training.train import train
+        if config["speed"]["modes"]:
+            from seg4k.studies.step_times import time_modes
 
-        train(config, directory, command)
+            time_modes(config, directory, command)
+        else:
+            from seg4k.training.train import train
+
+            train(config, directory, command)
 
     return run_with_config(task, overrides)
+
+
+def _sweep(overrides: Sequence[str]) -> int:
+    """Run each point of a sweep in a process of its own, so that no peak and no random state leaks.
+
+    A point that fails is a row of the report, and the sweep goes on.
+    """
+    statuses: list[int] = []
+
+    def task(config: Mapping[str, Any], directory: Path) -> None:
+        from hydra.core.hydra_config import HydraConfig
+
+        from seg4k.studies.resume import missing_points
+
+        point = list(HydraConfig.get().overrides.task)
+        name = " ".join(point)
+        # A point that did not fit would not fit the second time.
+        if config["sweep"]["resume"] and not missing_points(
+            directory, [point], statuses=("completed", "out_of_memory")
+        ):
+            print(f"sweep: {name}: done before", flush=True)
+            return
+        print(f"sweep: {name}", flush=True)
+        quoted = str(directory).replace("'", "\\'")
+        command = [sys.executable, "-m", "seg4k", "train", *point, f"hydra.run.dir='{quoted}'"]
+        result = subprocess.run(command, check=False)
+        statuses.append(result.returncode)
+        if result.returncode:
+            print(f"sweep: {name}: exit status {result.returncode}; going on", file=sys.stderr, flush=True)
+
+    named = [override for override in overrides if override.startswith("hydra.sweep.subdir=")]
+    subdirectory = [] if named else [_sweep_subdirectory(overrides)]
+    run_with_config(task, [*overrides, *subdirectory])
+    return max(statuses, default=0) if all(statuses) else 0
+
+
+def _sweep_subdirectory(overrides: Sequence[str]) -> str:
+    """A readable name for each point, such as stage/seed=0: the mode first, then all else that is swept."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    words = [word for word in overrides if "=" in word and not word.startswith("-")]
+    swept = [
+        override.key_or_group
+        for override in OverridesParser.create().parse_overrides(words)
+        if override.is_sweep_override()
+    ]
+    conf = conf_directory()
+    parts = []
+    for key in sorted(swept, key=lambda key: key != "activation_checkpointing"):
+        if (conf / key).is_dir():
+            choice = f"${{hydra:runtime.choices.{key}}}"
+            parts.append(choice if key == "activation_checkpointing" else f"{key}={choice}")
+        else:
+            parts.append(f"{key}=${{{key}}}")
+    return f"hydra.sweep.subdir='{'/'.join(parts) or '${hydra:job.num}'}'"
+
+
+def _report(arguments: Sequence[str]) -> int:
+    """Write the report of the runs below a directory."""
+    directories = [word for word in arguments if not word.startswith("-") and "=" not in word]
+    options = dict(word.split("=", 1) for word in arguments if "=" in word)
+    unknown = set(options) - {"margin", "baseline"}
+    if len(directories) != 1 or unknown or len(directories) + len(options) != len(arguments):
+        raise UserError("use: seg4k report DIRECTORY [margin=0.0001] [baseline=none]")
+    try:
+        margin = float(options.get("margin", 1e-4))
+    except ValueError as error:
+        raise UserError(f"margin={options['margin']}: give a number, such as 0.0001") from error
+    _write_report(Path(directories[0]), margin=margin, baseline=options.get("baseline", "none"))
+    return 0
+
+
+def _write_report(directory: Path, *, margin: float, baseline: str) -> None:
+    from seg4k.studies.report import write_report
+
+    write_report(directory, baseline_mode=baseline, margin=margin)
+    print((directory / "report.md").read_text(encoding="utf-8"))
+    print(f"report.json, report.md, report.html and pareto.png: {directory}", flush=True)
+
+
+class SweepReport:
+    """Hydra callback: writes the report when a sweep ends (conf/config.yaml, hydra.callbacks)."""
+
+    def on_multirun_end(self, config: Any, **_: Any) -> None:  # noqa: ANN401 - Hydra's DictConfig
+        """Judge the runs of the sweep; Hydra calls it once, after the last of them."""
+        directory, sweep = Path(config.hydra.sweep.dir), config.sweep
+        if any(directory.rglob("run_card.json")):
+            _write_report(directory, margin=sweep.margin, baseline=sweep.baseline)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """Hydra calls every other event too; none of them matters here."""
+        if name.startswith("on_"):
+            return lambda *_, **__: None
+        raise AttributeError(name)
 
 
 def run_with_config(task: Callable[[Mapping[str, Any], Path], None], overrides: Sequence[str]) -> int:
@@ -203,4 +306,4 @@ def _default_choices(conf: Path) -> dict[str, str | None]:
     return choices
 
 
-VERBS: dict[str, Callable[[Sequence[str]], int]] = {"train": _train}
+VERBS: dict[str, Callable[[Sequence[str]], int]] = {"train": _train, "report": _report}
