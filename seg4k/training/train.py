@@ -10,17 +10,16 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from seg4k.activation_checkpointing import apply_activation_checkpointing, make_plan
 from seg4k.data.build import build_datamodule
-from seg4k.data.classes import ClassTable
 from seg4k.data.datamodule import SegmentationDataModule
 from seg4k.errors import UserError
 from seg4k.losses.build import build_loss, strip_options
 from seg4k.models.vit_unet import build_model
 from seg4k.training.callbacks import MemoryWatch, ProgressBar, ProgressLines, Stopwatch
+from seg4k.training.loggers import build_loggers, log_artifacts
 from seg4k.training.module import SegmentationModule
 from seg4k.training.pictures import draw_samples
 from seg4k.training.run_card import (
@@ -55,16 +54,18 @@ def train(config: Mapping[str, Any], directory: Path, command: str) -> dict[str,
     _quiet()
     card = _blank_card(config, command)
     try:
-        classes = _run(config, directory, card)
+        trainer = _run(config, directory, card)
         card["status"] = "completed"
-        if getattr(rank_zero_only, "rank", 0) == 0:
-            print_summary(card, classes, directory)
     except BaseException as error:
         card["status"], card["error"] = _ending(error)
         raise
     finally:
         if getattr(rank_zero_only, "rank", 0) == 0:
             write_card(directory, card)
+    if trainer.is_global_zero:
+        log_artifacts(trainer.loggers, directory)
+        assert isinstance(trainer.lightning_module, SegmentationModule)
+        print_summary(card, trainer.lightning_module.classes, directory)
     return finite(card)  # type: ignore[no-any-return]
 
 
@@ -86,7 +87,7 @@ def accumulation(config: Mapping[str, Any], world_size: int) -> int:
     return int(effective // at_once)
 
 
-def _run(config: Mapping[str, Any], directory: Path, card: dict[str, Any]) -> ClassTable:
+def _run(config: Mapping[str, Any], directory: Path, card: dict[str, Any]) -> Trainer:
     settings = config["trainer"]
     if config["precision"] not in PRECISIONS:
         raise UserError(f"precision={config['precision']}: choose one of {', '.join(PRECISIONS)}")
@@ -149,7 +150,7 @@ def _run(config: Mapping[str, Any], directory: Path, card: dict[str, Any]) -> Cl
         card["metrics"] = _metrics(trainer, module)
     if trainer.is_global_zero:
         _draw(trainer, module, data, directory / "val_samples.png", config["name"])
-    return classes
+    return trainer
 
 
 def _apply_plan(config: Mapping[str, Any], model: torch.nn.Module) -> dict[str, Any]:
@@ -183,11 +184,6 @@ def _trainer(config: Mapping[str, Any], directory: Path, accumulate: int, watche
     ]
     if settings["ema_decay"] > 0:
         callbacks.append(EMAWeightAveraging(decay=settings["ema_decay"]))
-    loggers: list[Logger] = []
-    if config["logger"]["csv"]:
-        loggers.append(CSVLogger(directory, name="", version=""))
-    if config["logger"]["tensorboard"]:
-        loggers.append(TensorBoardLogger(directory, name="tensorboard", version=""))
     return Trainer(
         max_steps=settings["max_steps"],
         max_epochs=-1,
@@ -203,7 +199,7 @@ def _trainer(config: Mapping[str, Any], directory: Path, accumulate: int, watche
         use_distributed_sampler=False,  # the data module shards by itself
         deterministic=settings["deterministic"],
         default_root_dir=directory,
-        logger=loggers,
+        logger=build_loggers(config["logger"], directory, config["name"]),
         callbacks=callbacks,
         enable_progress_bar=on_terminal,
         enable_model_summary=False,
