@@ -20,7 +20,7 @@ from seg4k.losses.build import build_loss, strip_options
 from seg4k.models.vit_unet import build_model
 from seg4k.training.callbacks import MemoryWatch, ProgressBar, ProgressLines, Stopwatch
 from seg4k.training.loggers import build_loggers, log_artifacts
-from seg4k.training.module import SegmentationModule
+from seg4k.training.module import ON_NAN, SegmentationModule
 from seg4k.training.pictures import draw_samples
 from seg4k.training.run_card import (
     SCHEMA,
@@ -95,6 +95,8 @@ def _run(config: Mapping[str, Any], directory: Path, card: dict[str, Any]) -> Tr
         raise UserError(
             "trainer.max_steps, trainer.val_every_steps and trainer.log_every_steps must be 1 or more"
         )
+    if settings["on_nan"] not in ON_NAN:
+        raise UserError(f"trainer.on_nan={settings['on_nan']}: choose {' or '.join(ON_NAN)}")
     accumulate = accumulation(config, settings["devices"])
     card["batch"]["accumulate"] = accumulate
     # Seeds every library, workers too; 0 is a seed like any other.
@@ -120,6 +122,10 @@ def _run(config: Mapping[str, Any], directory: Path, card: dict[str, Any]) -> Tr
         optimizer=config["optimizer"],
         schedule=config["schedule"],
         description=describe(model, classes, config),
+        seed=config["seed"],
+        gradient_clip=settings["gradient_clip"],
+        on_nan=settings["on_nan"],
+        log_every_steps=settings["log_every_steps"],
     )
 
     stopwatch = Stopwatch(config["batch"]["effective"])
@@ -146,7 +152,7 @@ def _run(config: Mapping[str, Any], directory: Path, card: dict[str, Any]) -> Tr
         raise KeyboardInterrupt
     if module.validated_step != trainer.global_step:
         trainer.validate(module, datamodule=data, verbose=False, weights_only=True)
-        trainer.save_checkpoint(directory / "checkpoints" / "last.ckpt")
+        trainer.save_checkpoint(directory / "checkpoints" / "last.ckpt", weights_only=False)
         card["metrics"] = _metrics(trainer, module)
     if trainer.is_global_zero:
         _draw(trainer, module, data, directory / "val_samples.png", config["name"])
@@ -191,7 +197,6 @@ def _trainer(config: Mapping[str, Any], directory: Path, accumulate: int, watche
         devices=settings["devices"],
         precision=PRECISIONS[config["precision"]],  # type: ignore[arg-type]
         accumulate_grad_batches=accumulate,
-        gradient_clip_val=settings["gradient_clip"] or None,
         val_check_interval=settings["val_every_steps"] * accumulate,
         check_val_every_n_epoch=None,
         log_every_n_steps=settings["log_every_steps"],
