@@ -7,11 +7,12 @@ python benchmarks/strips.py time      forward + backward at 1024x1024 x 150 clas
 import argparse
 import json
 import platform
-import resource
+import re
 import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -74,8 +75,8 @@ def trace():
             print(f"{classes:>8} {stride:>7} {whole / GIB:10.3f} {auto / GIB:7.3f} {validation / GIB:11.3f}")
 
 
-def one_arm(strips, stride, rounds, classes, size):
-    """Time `rounds` steps of one arm, after one to warm up, and read the peak of the process."""
+def step_of(strips, stride, classes, size):
+    """Return a function that runs one forward and backward pass, in fp32."""
     torch.manual_seed(0)
     tail = Tail(classes, stride)
     features = torch.randn(1, FEATURES, size // stride, size // stride).requires_grad_()
@@ -94,15 +95,17 @@ def measure(arguments):
     """Alternate the arms in this process, then read the peak of each from a process of its own."""
     torch.set_num_threads(arguments.threads)
     names = [1, "auto", *arguments.strips]
-    arms = {name: one_arm(name, arguments.stride, 0, arguments.classes, arguments.size) for name in names}
+    arms = {name: step_of(name, arguments.stride, arguments.classes, arguments.size) for name in names}
     seconds = {name: [] for name in names}
+    cpu_seconds = {name: [] for name in names}
     values = {}
     for round_ in range(arguments.rounds + 1):
         for name, step in arms.items():
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             values[name] = step().item()
             if round_:  # the first round warms up
                 seconds[name].append(time.perf_counter() - start)
+                cpu_seconds[name].append(time.process_time() - cpu_start)
     peaks = {}
     for name in names:
         command = [sys.executable, __file__, "peak", "--arm", str(name), "--stride", str(arguments.stride)]
@@ -118,24 +121,36 @@ def measure(arguments):
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "date": time.strftime("%Y-%m-%d"),
         "loss": values,
+        "rounds": arguments.rounds,
         "median_seconds": {name: round(statistics.median(s), 3) for name, s in seconds.items()},
-        "time_relative_to_one_piece": {
-            name: round(statistics.median(a / b for a, b in zip(s, seconds[1], strict=True)), 3)
-            for name, s in seconds.items()
-        },
+        "time_relative_to_one_piece": relative(seconds),
+        "cpu_time_relative_to_one_piece": relative(cpu_seconds),  # steadier where the machine is shared
         "peak_bytes_above_inputs": peaks,
     }
     print(json.dumps(report, indent=2))
 
 
+def relative(seconds):
+    """Median over the rounds of each arm's time by that of one piece in the same round."""
+    return {
+        name: round(statistics.median(a / b for a, b in zip(s, seconds[1], strict=True)), 3)
+        for name, s in seconds.items()
+    }
+
+
+def resident(key):
+    """Read VmRSS or VmHWM of this process in bytes (Linux)."""
+    return 1024 * int(re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+
+
 def print_peak(arguments):
-    """Print by how much one step raises the largest resident set of this process."""
+    """Print how far the largest resident set of one step lies above the resident set before it."""
     torch.set_num_threads(arguments.threads)
     arm = arguments.arm if arguments.arm == "auto" else int(arguments.arm)
-    step = one_arm(arm, arguments.stride, 0, arguments.classes, arguments.size)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    step = step_of(arm, arguments.stride, arguments.classes, arguments.size)
+    before = resident("VmRSS")
     step()
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+    print(resident("VmHWM") - before)
 
 
 def main():
