@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from seg4k.activation_checkpointing.modes import PATTERNS, make_plan
 from seg4k.activation_checkpointing.plan import Plan, Policy
-from seg4k.errors import UserError
 from seg4k.memory.costs import step_seconds
 from seg4k.memory.devices import Device
 from seg4k.memory.planner import Problem, smallest_budget, solve
@@ -51,26 +49,19 @@ class AutoPlanner:
         trace = self.tracer.trace(plan)
         return PlannedStep(plan, trace, step_seconds(trace, self.device))
 
-    def uniform(self) -> list[PlannedStep]:
-        """The steps under the named modes that use no other policies than this planner may."""
-        plans = [Plan()]
-        for mode in PATTERNS:
-            try:
-                plans.append(make_plan(mode, self.tracer.segment_names))
-            except UserError:  # the model has no segments of the names that the mode is about
-                continue
+    @property
+    def baseline(self) -> PlannedStep:
+        """The step with nothing recomputed."""
+        return self.planned(Plan())
+
+    def known(self) -> list[PlannedStep]:
+        """The steps traced so far whose plans use no other policies than this planner may."""
         allowed = {Policy.KEEP, *self.policies}
-        attention = {u.name for unit in self.problem.units for u in (unit, *unit.parts) if _selective(u)}
-        return [
-            self.planned(plan)
-            for plan in dict.fromkeys(plans)
-            if set(plan.values()) <= allowed
-            and all(policy is not Policy.SELECTIVE or name in attention for name, policy in plan.items())
-        ]
+        return [self.planned(plan) for plan in self.tracer.plans if set(plan.values()) <= allowed]
 
     def at(self, budget: int) -> PlannedStep | None:
         """The fastest plan found whose traced peak is at most `budget` bytes; None where none fits."""
-        candidates = [step for step in self.uniform() if step.trace.peak_bytes <= budget]
+        candidates = [step for step in self.known() if step.trace.peak_bytes <= budget]
         target = budget
         for _ in range(_ATTEMPTS):
             solution = solve(self.problem, target)
@@ -87,13 +78,9 @@ class AutoPlanner:
     def smallest(self) -> PlannedStep:
         """The plan with the smallest traced peak that was found, the fastest of those."""
         lowest = smallest_budget(self.problem)
-        steps = self.uniform()
+        steps = self.known()
         for slack in (0.0, 0.01, 0.02):
             solution = solve(self.problem, int(lowest * (1 + slack)))
             assert solution is not None
             steps.append(self.planned(plan_of(solution.policies)))
         return min(steps, key=lambda step: (step.trace.peak_bytes, step.seconds))
-
-
-def _selective(unit: object) -> bool:
-    return any(choice.policy == Policy.SELECTIVE for choice in unit.choices)  # type: ignore[attr-defined]

@@ -124,8 +124,11 @@ class _Builder:
         def visit(name: str, policy: Policy, peak: int, seconds: float = 0.0) -> None:
             prefix.add(*self._holding(name, policy))
             key = (name, policy)
-            self.transients[key] = max(self.transients.get(key, peak - prefix.bytes), peak - prefix.bytes)
-            self.seconds[key] = seconds
+            # What has no choice is met in every trace. The first keeps everything: there, whatever is alive
+            # is held, whereas a boundary on its way to the host is alive for its caller, and held by
+            # nobody.
+            self.transients.setdefault(key, peak - prefix.bytes)
+            self.seconds.setdefault(key, seconds)
 
         segments = trace.segments
         visit("input", Policy.KEEP, _peak(segments["input"], own=True))

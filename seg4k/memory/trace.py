@@ -25,6 +25,7 @@ from seg4k.memory.storages import tensors_in
 
 __all__ = ["KINDS", "Held", "Segment", "Trace", "trace"]
 
+_POINTS = 60  # of the outline of live memory, per stretch between two marks
 KINDS = ("parameters", "gradients", "optimizer", "inputs", "activations", "temporaries", "library")
 
 
@@ -83,7 +84,7 @@ class Trace:
         static_bytes: parameters, buffers, gradients, optimizer state and copies of the weights.
         segments: by name, nested ones too, in forward order; and "input", "loss", "optimizer" for the rest.
         live: bytes alive over the step, thinned to its outline.
-        marks: (index into `live`, place, phase) at each change of outermost segment or phase.
+        marks: (index into `live`, outermost segment or other place, phase) where each begins.
         held: see `Held`; None unless asked for.
     """
 
@@ -178,6 +179,7 @@ def _apply(model: nn.Module, plan: Plan) -> None:
 @contextmanager
 def _host_copies(recorder: Recorder) -> Iterator[None]:
     """Have offloaded tensors leave the device, and come back as new ones, as they do on CUDA."""
+
     class HostCopy(offload.HostCopy):
         def __init__(self, tensor: torch.Tensor) -> None:
             self.device, self.ready = tensor.device, None
@@ -380,14 +382,36 @@ class _Run:
         tables = [numbers(table) for table in (self.saved, self.inputs, self.fixed_inputs, attention)]
         return Held([r.bytes for r in records], [r.place.name for r in records], *tables)
 
-    def _outline(self, points: int = 2000) -> tuple[list[int], list[tuple[int, str, str]]]:
-        """The largest value of each of `points` equal stretches, and where the outermost places begin."""
+    def _outline(self) -> tuple[list[int], list[tuple[int, str, str]]]:
+        """Live memory with each stretch thinned to its largest values, and where the stretches begin."""
         live = self.recorder.live
-        size = max(1, -(-len(live) // points))
-        outline = [max(live[start : start + size]) for start in range(0, len(live), size)]
+        outline: list[int] = []
         marks: list[tuple[int, str, str]] = []
-        for index, place in self.recorder.marks:
-            entry = (min(index // size, len(outline) - 1), _outermost(place.name, self.names), place.phase)
-            if not marks or marks[-1][1:] != entry[1:]:
-                marks.append(entry)
+        stretches = _stretches(
+            [(index, _outermost(place.name, self.names), place.phase) for index, place in self.recorder.marks]
+        )
+        ends = [start for start, _, _ in stretches[1:]] + [len(live)]
+        for (start, name, phase), end in zip(stretches, ends, strict=True):
+            if end > start:
+                marks.append((len(outline), name, phase))
+                size = -(-(end - start) // _POINTS)
+                outline += [max(live[at : min(at + size, end)]) for at in range(start, end, size)]
         return outline, marks
+
+
+def _stretches(marks: list[tuple[int, str, str]]) -> list[tuple[int, str, str]]:
+    """The marks that begin something new: no returns to code between segments, no taking of turns."""
+    first = {(name, phase): index for index, (_, name, phase) in reversed(list(enumerate(marks)))}
+    last_new = {phase: index for (_, phase), index in sorted(first.items(), key=lambda item: item[1])}
+    kept: list[tuple[int, str, str]] = []
+    turns: set[str] = set()  # the names that share the latest stretch
+    for index, (moment, name, phase) in enumerate(marks):
+        between = name == "loss" and phase == "forward" and index < last_new[phase]
+        if between or (kept and kept[-1][2] == phase and name in turns):
+            continue
+        if len(kept) > 1 and kept[-2][1:] == (name, phase) and kept[-1][2] == phase:
+            turns = {name, kept.pop()[1]}
+            continue
+        kept.append((moment, name, phase))
+        turns = {name}
+    return kept

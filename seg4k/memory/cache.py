@@ -1,0 +1,49 @@
+"""Keeping reports, so that the same question is answered at once the second time. Standard library only."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from seg4k.files import write_json
+
+__all__ = ["cached"]
+
+_PACKAGES = ("torch", "timm", "segmentation-models-pytorch", "lightning")
+
+
+def _fingerprint(question: Mapping[str, Any]) -> str:
+    """A name for a question and all that the answer depends on: versions, and this package's source."""
+    digest = hashlib.sha256(json.dumps(question, sort_keys=True, default=str).encode())
+    for package in _PACKAGES:
+        try:
+            digest.update(f"{package} {version(package)}\n".encode())
+        except PackageNotFoundError:
+            continue
+    root = Path(__file__).parents[1]
+    for source in sorted(root.rglob("*.py")):
+        digest.update(source.relative_to(root).as_posix().encode())
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def cached(
+    directory: Path | str, question: Mapping[str, Any], answer: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """The answer to a question, from `directory` where it was asked before, and else from `answer()`.
+
+    Args:
+        directory: of the cache; made where it is missing.
+        question: plain values that the answer depends on (the configuration, the device, the budget).
+        answer: makes it, as plain JSON values.
+    """
+    path = Path(directory) / f"{_fingerprint(question)}.json"
+    try:
+        known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return known
+    except (OSError, ValueError):
+        made = answer()
+        write_json(path, made)
+        return made

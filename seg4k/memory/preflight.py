@@ -1,0 +1,118 @@
+"""Before a run: does it fit, and if not, what would; after an out-of-memory error: what led to it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from seg4k.memory.auto import AutoPlanner, PlannedStep
+from seg4k.memory.ledger import Reading
+from seg4k.memory.planner import smallest_budget
+from seg4k.memory.report import _gib
+
+__all__ = ["LargestBatch", "cheapest_changes", "does_not_fit", "largest_batch", "what_led"]
+
+
+def does_not_fit(planner: AutoPlanner, budget: int, *, lower: Mapping[str, str] | None = None) -> str:
+    """The message where no plan fits: the smallest budget that would do, and what lowers it further.
+
+    Args:
+        planner: of the step.
+        budget: bytes, too few.
+        lower: settings that lower the need further, with what each does.
+    """
+    smallest = planner.smallest()
+    text = (
+        f"No plan fits in {_gib(budget)}. The smallest budget that does is {_gib(smallest.trace.peak_bytes)} "
+        f"({smallest.trace.peak_bytes} bytes), at {smallest.seconds / planner.baseline.seconds:.2f} times the "
+        "time of a step that recomputes nothing."
+    )
+    if lower:
+        text += " Lower it further with " + "; ".join(f"{key} ({what})" for key, what in lower.items()) + "."
+    return text
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """The largest batch that fits, and its plan."""
+
+    batch: int
+    step: PlannedStep
+
+
+def largest_batch(
+    planner_for: Callable[[int], AutoPlanner], budget: int, limit: int = 1024
+) -> LargestBatch | None:
+    """The largest batch per device for which some plan fits, or None where not even one image does.
+
+    The smallest peak grows nearly linearly with the batch, so two batches tell where to look; the answer
+    itself is traced, and so is the next larger batch, which does not fit.
+
+    Args:
+        planner_for: from a batch to the planner of its step. Called about five times.
+        budget: bytes that tensors may take.
+        limit: not more than this.
+    """
+    found: dict[int, PlannedStep | None] = {}
+    needs: dict[int, int] = {}
+
+    def fits(batch: int) -> bool:
+        if batch not in found:
+            planner = planner_for(batch)
+            needs[batch] = smallest_budget(planner.problem)
+            found[batch] = planner.at(budget)
+        return found[batch] is not None
+
+    if not fits(1):
+        return None
+    low, high = 1, limit + 1  # the largest known to fit, the smallest known not to
+    guess = 2
+    while high - low > 1:
+        guess = min(max(guess, low + 1), high - 1)
+        if fits(guess):
+            low = guess
+        else:
+            high = guess
+        (first, second) = sorted(needs)[0], sorted(needs)[-1]
+        slope = (needs[second] - needs[first]) / (second - first)
+        estimate = first + int((budget - needs[first]) / slope) if slope > 0 else limit
+        guess = estimate if low < estimate < high else low + 1 if estimate <= low else high - 1
+    step = found[low]
+    assert step is not None
+    return LargestBatch(low, step)
+
+
+def what_led(reading: Reading, optimizer_bytes: int, static_bytes: int) -> str:
+    """Which of activations, optimizer state or fragmentation took most when memory ran out, in a sentence.
+
+    Args:
+        reading: of the ledger, at the error.
+        optimizer_bytes: of the optimizer's state.
+        static_bytes: see `seg4k.memory.storages.static_bytes`.
+    """
+    peak, reserved = reading.peak_bytes or 0, reading.reserved_bytes or reading.peak_bytes or 0
+    parts = {
+        "activations": peak - static_bytes,
+        "optimizer state": optimizer_bytes,
+        "fragmentation": reserved - peak,
+    }
+    leader = max(parts, key=lambda name: parts[name])
+    sizes = ", ".join(f"{name} {_gib(max(0, size))}" for name, size in parts.items())
+    return f"Memory ran out, led by {leader} ({sizes})."
+
+
+def cheapest_changes(
+    alternatives: Mapping[str, PlannedStep], budget: int, now: PlannedStep, count: int = 3
+) -> list[str]:
+    """The alternatives that fit, cheapest first, each with its predicted cost.
+
+    Args:
+        alternatives: from what to set, as on the command line, to the step that it makes.
+        budget: bytes that tensors may take.
+        now: the step as it is set.
+        count: how many.
+    """
+    fitting = [(key, step) for key, step in alternatives.items() if step.trace.peak_bytes <= budget]
+    fitting.sort(key=lambda item: item[1].seconds)
+    return [
+        f"{key}: {_gib(step.trace.peak_bytes)}, {step.seconds / now.seconds - 1:+.1%} time a step"
+        for key, step in fitting[:count]
+    ]
