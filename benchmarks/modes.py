@@ -58,7 +58,9 @@ class TimmCheckpointed(nn.Module):
 
 def saved_bytes(model, image, mask):
     """Bytes of the distinct storages that autograd keeps, beside parameters."""
-    known = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers(), image, mask]}
+    known = {
+        tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers(), image, mask]
+    }
     sizes = {}
     kept = []  # an address must not be handed out again while we count
 
@@ -133,7 +135,9 @@ def main():
     for name, times in timing["arms"].items():
         rows[name] |= times
 
-    print(f"{arguments.encoder} + U-Net, {size[0]}x{size[1]}, batch 1, fp32, {torch.get_num_threads()} threads\n")
+    print(
+        f"{arguments.encoder} + U-Net, {size[0]}x{size[1]}, batch 1, fp32, {torch.get_num_threads()} threads\n"
+    )
     print("| mode | segments | saved for backward | recompute, GFLOP (of forward) | step, s | time ratio |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, row in rows.items():
