@@ -1,4 +1,4 @@
-"""The configured training step as `seg4k.memory` traces it: the same model, loss and optimizer, without data."""
+"""The configured training step as `seg4k.memory` traces it: same model, loss and optimizer, no data."""
 
 from collections.abc import Mapping
 from typing import Any
