@@ -95,7 +95,7 @@ class ViTUNet(nn.Module):
         height, width = image.shape[-2:]
         logits = self.head(self.forward_features(image))
         if self.head_stride > 1:
-            # In fp32, as the strips of the loss take it: in bf16 the weights of the interpolation would round.
+            # In fp32, as the strips of the loss take it: in bf16 the interpolation would round.
             logits = F.interpolate(
                 logits.float(), scale_factor=self.head_stride, mode="bilinear", align_corners=False
             )
