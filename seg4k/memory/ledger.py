@@ -30,7 +30,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile
 
-from seg4k.memory.storages import tensors_in
+from seg4k.memory.storages import own_part, tensors_in
 
 __all__ = ["Ledger", "Reading", "measure_cpu_peak"]
 
@@ -80,7 +80,7 @@ def _every_tensor() -> Iterator[torch.Tensor]:
 
 def _cpu_storages(tensors: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:
     seen = set()
-    for tensor in tensors:
+    for tensor in map(own_part, tensors):
         if isinstance(tensor, FakeTensor) or tensor.device.type != "cpu" or tensor.layout != torch.strided:
             continue
         storage = tensor.untyped_storage()

@@ -31,11 +31,17 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401 - any nest
             yield from tensors_in(item)
 
 
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that holds the memory: of one sharded over processes (a DTensor), this process's shard."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages under `tensors`, views and shared storages counted once."""
     seen: dict[int, int] = {}
     for tensor in tensors:
-        storage = tensor.untyped_storage()
+        storage = own_part(tensor).untyped_storage()
         seen[storage._cdata] = storage.nbytes()
     return sum(seen.values())
 
@@ -48,7 +54,7 @@ def static_bytes(modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.
     """
     modules, optimizers = list(modules), list(optimizers)
     missing = {
-        parameter: parameter.numel() * parameter.element_size()
+        parameter: own_part(parameter).numel() * parameter.element_size()
         for module in modules
         for parameter in module.parameters()
         if parameter.requires_grad and parameter.grad is None

@@ -4,29 +4,35 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from seg4k.errors import UserError
+from seg4k.training.metrics_csv import MetricsCsv
 
 ARTIFACTS = ("run_card.json", "run_card.md", "val_samples.png")
 
 
-def build_loggers(config: Mapping[str, Any], directory: Path, name: str) -> list[Logger]:
+def build_loggers(
+    config: Mapping[str, Any], directory: Path, name: str, resumed_step: int | None = None
+) -> list[Logger]:
     """Make the loggers of the `logger` group of the configuration.
 
     Args:
         config: `csv`, `tensorboard`, and of one tracker its settings (`mlflow` or `wandb`).
         directory: the run directory.
         name: the experiment's name, under which a tracker files the run.
+        resumed_step: where a run is gone on with, the optimizer step of its checkpoint.
 
     Raises:
         UserError: the tracker's package is not installed.
     """
     loggers: list[Logger] = []
     if config["csv"]:
-        loggers.append(CSVLogger(directory, name="", version=""))
+        loggers.append(MetricsCsv(directory / "metrics.csv", resumed_step))
     if config["tensorboard"]:
-        loggers.append(TensorBoardLogger(directory, name="tensorboard", version=""))
+        # What a killed run wrote beyond its checkpoint is left out of the curves.
+        purge = None if resumed_step is None else resumed_step + 1
+        loggers.append(TensorBoardLogger(directory, name="tensorboard", version="", purge_step=purge))
     if "mlflow" in config:
         loggers.append(_mlflow(config["mlflow"], directory, name))
     if "wandb" in config:

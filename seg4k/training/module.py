@@ -42,7 +42,7 @@ class ValidationCounts:
         self.samples = 0
 
     def add(self, labels: Tensor, mask: Tensor, sums: Mapping[str, Tensor], samples: int) -> None:
-        """Count a batch: predicted labels and mask (B, H, W), sums of the loss over its pixels, its samples."""
+        """Count a batch: predicted labels and mask (B, H, W), the loss's sums of its pixels, its samples."""
         self.confusion.update(labels, mask)
         wide = {key: value.double() if value.is_floating_point() else value for key, value in sums.items()}
         self.sums = {key: self.sums[key] + value if self.sums else value for key, value in wide.items()}
@@ -114,6 +114,7 @@ class SegmentationModule(LightningModule):
         self.global_batch = GlobalBatch()
         self._statistics: list[Tensor] = []  # of batch norms, before the step, in case it is skipped
         self.counts = ValidationCounts(classes, torch.device("cpu"))
+        self.scores: dict[str, float] = {}  # of the last validation, over all processes
         self.validated_step: int | None = None  # the optimizer step that the last validation looked at
 
     def forward(self, image: Tensor) -> Tensor:
@@ -215,9 +216,10 @@ class SegmentationModule(LightningModule):
             f"val_iou/{name}": value for name, value in zip(self.classes.names, confusion.iou(), strict=True)
         }
         for name, value in values.items():
-            self.log(name, value.float(), prog_bar=name == "val_miou", logger=False)
+            self.log(name, value.float(), prog_bar=name == "val_miou", logger=False, rank_zero_only=True)
+        self.scores = {name: float(value) for name, value in values.items()}
         self.validated_step = self.trainer.global_step
-        self._write({name: float(value) for name, value in values.items()}, self.validated_step)
+        self._write(self.scores, self.validated_step)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer, and its schedule counted in optimizer steps."""

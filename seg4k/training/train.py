@@ -1,15 +1,18 @@
 """One training run, from a plain configuration to a run card."""
 
+import json
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, Trainer, seed_everything
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.utilities import rank_zero_only
 
 from seg4k.activation_checkpointing import apply_activation_checkpointing, make_plan
@@ -19,6 +22,14 @@ from seg4k.errors import UserError
 from seg4k.losses.build import build_loss, strip_options
 from seg4k.models.vit_unet import build_model
 from seg4k.training.callbacks import MemoryWatch, ProgressBar, ProgressLines, Stopwatch
+from seg4k.training.checkpoints import (
+    AtomicCheckpointIO,
+    Checkpoints,
+    check_run_directory,
+    find_checkpoint,
+)
+from seg4k.training.interruption import Interruption
+from seg4k.training.launch import WORLD_VARIABLES, Job, Launcher
 from seg4k.training.loggers import build_loggers, log_artifacts
 from seg4k.training.module import ON_NAN, SegmentationModule
 from seg4k.training.pictures import draw_samples
@@ -30,11 +41,15 @@ from seg4k.training.run_card import (
     finite,
     write_card,
 )
+from seg4k.training.sharding import ShardedSegmentationModule
+from seg4k.training.strategies import build_strategy, check_strategy, uses_gpu, world_size
 from seg4k.training.summary import print_summary
 from seg4k.training.weights import describe
 
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 PICTURES = 4
+
+CallbackKind = TypeVar("CallbackKind", bound=Callback)
 
 
 def train(config: Mapping[str, Any], directory: Path, command: str) -> dict[str, Any]:
@@ -53,19 +68,45 @@ def train(config: Mapping[str, Any], directory: Path, command: str) -> dict[str,
     """
     _quiet()
     card = _blank_card(config, command)
+    first = getattr(rank_zero_only, "rank", 0) == 0
+
+    def lost(reason: str) -> None:
+        # This process hangs in an exchange with one that is no more, and nothing but its end ends that.
+        card["status"], card["error"] = "failed", reason
+        write_card(directory, card)
+        print(f"seg4k: {reason}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    job = Job(dict(config), str(directory), command, lost)
+    trainer: Trainer | None = None
+    variables = {name: os.environ.get(name) for name in WORLD_VARIABLES}
+    failed = True
     try:
-        trainer = _run(config, directory, card)
-        card["status"] = "completed"
+        with Interruption() as interruption:
+            check_strategy(config)
+            found = find_checkpoint(config, directory)
+            if found is None:
+                check_run_directory(config, directory)
+            elif (before := _completed(config, directory, found[1])) is not None:
+                print(f"complete before, nothing to do: {directory}", flush=True)
+                card, failed = before, False
+                return before
+            trainer, module, data = _prepare(config, directory, card, job, interruption, found)
+            _fit(trainer, module, data, directory, card, found)
+            card["status"] = "completed"
+            failed = False
     except BaseException as error:
         card["status"], card["error"] = _ending(error)
+        if (reason := _lost(trainer)) is not None:
+            card["error"] = f"{reason}; here: {card['error']}"
         raise
     finally:
-        if getattr(rank_zero_only, "rank", 0) == 0:
+        if first:
             write_card(directory, card)
+        _end_processes(trainer, variables, failed=failed)
     if trainer.is_global_zero:
         log_artifacts(trainer.loggers, directory)
-        assert isinstance(trainer.lightning_module, SegmentationModule)
-        print_summary(card, trainer.lightning_module.classes, directory)
+        print_summary(card, module.classes, directory)
     return finite(card)  # type: ignore[no-any-return]
 
 
@@ -87,21 +128,35 @@ def accumulation(config: Mapping[str, Any], world_size: int) -> int:
     return int(effective // at_once)
 
 
-def _run(config: Mapping[str, Any], directory: Path, card: dict[str, Any]) -> Trainer:
+Found = tuple[Path, dict[str, Any]]
+
+
+def _prepare(
+    config: Mapping[str, Any],
+    directory: Path,
+    card: dict[str, Any],
+    job: Job,
+    interruption: Interruption,
+    found: Found | None,
+) -> tuple[Trainer, SegmentationModule, SegmentationDataModule]:
+    """Build everything. Order: activation checkpointing, then compile, then (in `fit`) DDP or FSDP."""
     settings = config["trainer"]
     if config["precision"] not in PRECISIONS:
         raise UserError(f"precision={config['precision']}: choose one of {', '.join(PRECISIONS)}")
-    if settings["max_steps"] < 1 or settings["val_every_steps"] < 1 or settings["log_every_steps"] < 1:
-        raise UserError(
-            "trainer.max_steps, trainer.val_every_steps and trainer.log_every_steps must be 1 or more"
-        )
+    if config["precision"] == "fp16" and not uses_gpu(settings["accelerator"]):
+        raise UserError("precision=fp16 needs a GPU for its gradient scaler; set precision=bf16 or fp32")
+    for key in ("max_steps", "val_every_steps", "log_every_steps", "checkpoint_every_steps"):
+        if settings[key] < 1:
+            raise UserError(f"trainer.{key}={settings[key]}: must be 1 or more")
     if settings["on_nan"] not in ON_NAN:
         raise UserError(f"trainer.on_nan={settings['on_nan']}: choose {' or '.join(ON_NAN)}")
-    accumulate = accumulation(config, settings["devices"])
+    accumulate = accumulation(config, world_size(settings))
+    check_strategy(config, accumulate)
     card["batch"]["accumulate"] = accumulate
     # Seeds every library, workers too; 0 is a seed like any other.
     seed_everything(config["seed"], workers=True, verbose=False)
 
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(settings["devices"]))  # cores are shared by the processes
     data = build_datamodule(
         config["data"], seed=config["seed"], batch_size=config["batch"]["per_device"], accumulate=accumulate
     )
@@ -112,9 +167,12 @@ def _run(config: Mapping[str, Any], directory: Path, card: dict[str, Any]) -> Tr
     model = build_model(
         config["model"], num_classes=len(classes), image_size=image_size, in_channels=data.in_channels
     )
+    if config["strategy"].get("sync_batchnorm"):
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     plan = _apply_plan(config["activation_checkpointing"], model)
     card["activation_checkpointing"] = plan
-    module = SegmentationModule(
+    sharded = config["strategy"]["name"] == "fsdp"
+    module = (ShardedSegmentationModule if sharded else SegmentationModule)(
         model,
         build_loss(config["loss"], len(classes), classes.ignore_index),
         classes,
@@ -127,14 +185,42 @@ def _run(config: Mapping[str, Any], directory: Path, card: dict[str, Any]) -> Tr
         on_nan=settings["on_nan"],
         log_every_steps=settings["log_every_steps"],
     )
+    module.stop_requested = interruption.requested
+    if isinstance(module, ShardedSegmentationModule):
+        module.sharding = config["strategy"]
 
+    resumed_step = found[1]["global_step"] if found is not None else None
+    card["faults"]["resumed_from_step"] = resumed_step
     stopwatch = Stopwatch(config["batch"]["effective"])
     memory = MemoryWatch(stopwatch, settings["max_steps"])
-    trainer = _trainer(config, directory, accumulate, [stopwatch, memory])
+    checkpoints = Checkpoints(
+        directory,
+        every_steps=settings["checkpoint_every_steps"],
+        val_every_steps=settings["val_every_steps"],
+        max_steps=settings["max_steps"],
+        interruption=interruption,
+    )
+    checkpoints.resumed_step = resumed_step
+    trainer = _trainer(config, directory, job, accumulate, (stopwatch, memory, interruption, checkpoints))
     card["device"] = device_state(module.device.type, None, trainer.world_size)
-    card["strategy"] = type(trainer.strategy).__name__
+    card["strategy"] = config["strategy"]["name"]
+    return trainer, module, data
+
+
+def _fit(
+    trainer: Trainer,
+    module: SegmentationModule,
+    data: SegmentationDataModule,
+    directory: Path,
+    card: dict[str, Any],
+    found: Found | None,
+) -> None:
+    """Train, validate and draw; the card is filled however it ends."""
+    checkpoints = _only(trainer, Checkpoints)
+    stopwatch, memory = _only(trainer, Stopwatch), _only(trainer, MemoryWatch)
+    path = None if found is None else found[0]
     try:
-        trainer.fit(module, datamodule=data, weights_only=True)
+        trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     finally:
         reading = memory.reading()
         card["device"] = device_state(
@@ -147,16 +233,55 @@ def _run(config: Mapping[str, Any], directory: Path, card: dict[str, Any]) -> Tr
             "static_bytes": memory.static_bytes,
         }
         card["throughput"] = stopwatch.figures()
-        card["metrics"] = _metrics(trainer, module)
+        card["metrics"] = _metrics(module)
+        card["faults"]["skipped_steps"] = module.skipped_steps
     if trainer.interrupted:
         raise KeyboardInterrupt
     if module.validated_step != trainer.global_step:
         trainer.validate(module, datamodule=data, verbose=False, weights_only=True)
-        trainer.save_checkpoint(directory / "checkpoints" / "last.ckpt", weights_only=False)
-        card["metrics"] = _metrics(trainer, module)
+        card["metrics"] = _metrics(module)
     if trainer.is_global_zero:
-        _draw(trainer, module, data, directory / "val_samples.png", config["name"])
-    return trainer
+        checkpoints.finish(trainer.global_step)
+    if trainer.is_global_zero or isinstance(module, ShardedSegmentationModule):
+        _draw(trainer, module, data, directory / "val_samples.png", card["config"]["name"])
+
+
+def _only(trainer: Trainer, kind: type[CallbackKind]) -> CallbackKind:
+    return next(callback for callback in trainer.callbacks if isinstance(callback, kind))  # type: ignore[attr-defined]
+
+
+def _completed(
+    config: Mapping[str, Any], directory: Path, content: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The card of a run that `resume=auto` finds complete."""
+    path = directory / "run_card.json"
+    if (
+        config["resume"] != "auto"
+        or content["global_step"] < config["trainer"]["max_steps"]
+        or not path.is_file()
+    ):
+        return None
+    card: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return card if card["status"] == "completed" else None
+
+
+def _lost(trainer: Trainer | None) -> str | None:
+    """What is known of another process that failed."""
+    launcher = trainer.strategy.launcher if trainer is not None else None
+    return launcher.lost if isinstance(launcher, Launcher) else None
+
+
+def _end_processes(trainer: Trainer | None, variables: Mapping[str, str | None], *, failed: bool) -> None:
+    """End the other processes of the run, and leave none of its traces in this one."""
+    launcher = trainer.strategy.launcher if trainer is not None else None
+    if isinstance(launcher, Launcher):
+        launcher.end(failed=failed)
+        if torch.distributed.is_initialized() and not failed:
+            torch.distributed.destroy_process_group()
+    for name, value in variables.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 def _apply_plan(config: Mapping[str, Any], model: torch.nn.Module) -> dict[str, Any]:
@@ -168,33 +293,35 @@ def _apply_plan(config: Mapping[str, Any], model: torch.nn.Module) -> dict[str, 
     return {"mode": config["mode"], "segments": segments}
 
 
-def _trainer(config: Mapping[str, Any], directory: Path, accumulate: int, watches: list[Callback]) -> Trainer:
+def _trainer(
+    config: Mapping[str, Any],
+    directory: Path,
+    job: Job,
+    accumulate: int,
+    watches: tuple[Stopwatch, MemoryWatch, Interruption, Checkpoints],
+) -> Trainer:
     settings = config["trainer"]
-    stopwatch, memory = watches
-    assert isinstance(stopwatch, Stopwatch)
-    assert isinstance(memory, MemoryWatch)
+    stopwatch, memory, interruption, checkpoints = watches
     on_terminal = sys.stdout.isatty()
     callbacks: list[Callback] = [
-        *watches,
-        ModelCheckpoint(
-            directory / "checkpoints",
-            filename="best",
-            monitor="val_miou",
-            mode="max",
-            save_last=True,
-            enable_version_counter=False,
-        ),
+        interruption,
+        stopwatch,
+        memory,
         ProgressBar(stopwatch, memory)
         if on_terminal
         else ProgressLines(stopwatch, memory, settings["log_every_steps"]),
     ]
     if settings["ema_decay"] > 0:
         callbacks.append(EMAWeightAveraging(decay=settings["ema_decay"]))
+    callbacks.append(checkpoints)
     return Trainer(
         max_steps=settings["max_steps"],
         max_epochs=-1,
         accelerator=settings["accelerator"],
         devices=settings["devices"],
+        num_nodes=settings["num_nodes"],
+        strategy=build_strategy(config, job),
+        plugins=[AtomicCheckpointIO(), *_cluster()],
         precision=PRECISIONS[config["precision"]],  # type: ignore[arg-type]
         accumulate_grad_batches=accumulate,
         val_check_interval=settings["val_every_steps"] * accumulate,
@@ -204,16 +331,24 @@ def _trainer(config: Mapping[str, Any], directory: Path, accumulate: int, watche
         use_distributed_sampler=False,  # the data module shards by itself
         deterministic=settings["deterministic"],
         default_root_dir=directory,
-        logger=build_loggers(config["logger"], directory, config["name"]),
+        logger=build_loggers(
+            config["logger"], directory, config["name"], resumed_step=checkpoints.resumed_step
+        ),
         callbacks=callbacks,
+        enable_checkpointing=False,  # Lightning's own
         enable_progress_bar=on_terminal,
         enable_model_summary=False,
     )
 
 
-def _metrics(trainer: Trainer, module: SegmentationModule) -> dict[str, Any]:
+def _cluster() -> list[SLURMEnvironment]:
+    """SLURM without Lightning's own requeueing, which would write a checkpoint in the middle of a step."""
+    return [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
+
+
+def _metrics(module: SegmentationModule) -> dict[str, Any]:
     """The last validation; None where there was none."""
-    values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    values = module.scores
     return {
         "val_miou": values.get("val_miou"),
         "val_iou": {
@@ -235,6 +370,8 @@ def _draw(
         with trainer.precision_plugin.forward_context():
             logits = module(sample["image"][None].to(module.device))
         predictions.append(logits.argmax(dim=1)[0].cpu())
+    if not trainer.is_global_zero:
+        return
     draw_samples(
         path,
         [sample["image"] for sample in samples],
@@ -257,6 +394,8 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     # The data module chooses its workers by the cores there are.
     warnings.filterwarnings("ignore", message=r"The '\w+' does not have many workers")
+    # Validation's scores are those of all processes before they are logged.
+    warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\(")
     # A short run may end before its first epoch's log interval; log_every_steps counts optimizer steps.
     warnings.filterwarnings(
         "ignore", message=r"The number of training batches .* is smaller than the logging interval"
@@ -303,6 +442,7 @@ def _blank_card(config: Mapping[str, Any], command: str) -> dict[str, Any]:
             "warmup_steps": 0,
             "data_wait_fraction": None,
         },
+        "faults": {"resumed_from_step": None, "skipped_steps": 0},
         "metrics": {"val_miou": None, "val_iou": {}, "val_loss": None, "val_samples": 0},
     }
 

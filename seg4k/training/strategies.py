@@ -1,0 +1,158 @@
+"""One device or many: Lightning's strategies, and what cannot be combined."""
+
+import inspect
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from torch.nn.parallel import DistributedDataParallel
+
+from seg4k.errors import UserError
+from seg4k.training.launch import Job, Launcher
+
+# torch gave it another name.
+_SYNC_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
+STRATEGIES = ("single", "ddp", "fsdp")
+
+
+class DDP(DDPStrategy):
+    """`DDPStrategy` whose processes are started by `Launcher`."""
+
+    def __init__(self, job: Job, **options: Any) -> None:  # noqa: ANN401 - DDPStrategy's own
+        super().__init__(**options)
+        self.job = job
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes, self.job)
+
+
+class FSDP(ModelParallelStrategy):
+    """`ModelParallelStrategy` (FSDP2) over all devices, with weights saved whole, in one file.
+
+    Args:
+        job: what further processes are to run.
+        devices: number of devices over all machines.
+        cpu_offload: whether parameters lie in host memory.
+    """
+
+    def __init__(self, job: Job, devices: int, *, cpu_offload: bool) -> None:
+        super().__init__(
+            data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=False
+        )
+        self.job = job
+        self.cpu_offload = cpu_offload
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes, self.job)
+
+    def model_to_device(self) -> None:
+        """Move the model to the device; where parameters are offloaded, its buffers only."""
+        if not self.cpu_offload:
+            super().model_to_device()
+            return
+        assert self.model is not None
+        for buffer in self.model.buffers():
+            buffer.data = buffer.data.to(self.root_device)
+
+
+def world_size(settings: Mapping[str, Any]) -> int:
+    """Number of processes, one per device, from the `trainer` group."""
+    return int(settings["devices"] * settings["num_nodes"])
+
+
+def check_strategy(config: Mapping[str, Any], accumulate: int | None = None) -> None:
+    """Refuse what torch cannot do, with the reason.
+
+    Args:
+        config: the whole configuration.
+        accumulate: forward passes per optimizer step, where they are known.
+
+    Raises:
+        UserError: naming the settings that do not go together.
+    """
+    strategy, settings = config["strategy"], config["trainer"]
+    name = strategy["name"]
+    if name not in STRATEGIES:
+        raise UserError(f"strategy.name={name}: choose one of {', '.join(STRATEGIES)}")
+    devices, nodes = settings["devices"], settings["num_nodes"]
+    if not isinstance(devices, int) or devices < 1 or nodes < 1:
+        raise UserError(
+            f"trainer.devices={devices}, trainer.num_nodes={nodes}: give the number of devices of one "
+            "machine and the number of machines, each 1 or more"
+        )
+    world = world_size(settings)
+    if name == "single" and world > 1:
+        raise UserError(
+            f"strategy=single runs on one device, but trainer.devices x trainer.num_nodes is {world}: choose "
+            "strategy=ddp, or strategy=fsdp where the model's own memory is too much"
+        )
+    started = int(os.environ.get("WORLD_SIZE", world))
+    if started != world and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UserError(
+            f"torchrun started {started} processes, but trainer.devices={devices} x trainer.num_nodes={nodes}"
+            ": set them (and strategy=ddp or fsdp) to what torchrun was told"
+        )
+    gpu = uses_gpu(settings["accelerator"])
+    if gpu and devices > torch.cuda.device_count():
+        raise UserError(
+            f"trainer.devices={devices}, but this machine has {torch.cuda.device_count()} GPU(s); set "
+            "trainer.devices, or trainer.accelerator=cpu"
+        )
+    if strategy.get("sync_batchnorm") and not gpu:
+        raise UserError(
+            "strategy.sync_batchnorm=true: torch synchronises batch norms on GPUs only; on the CPU set it to "
+            "false, or model.decoder.norm=group, which needs no synchronising"
+        )
+    if strategy.get("cpu_offload") and not gpu:
+        raise UserError(
+            "strategy.cpu_offload=true: on the CPU there is nowhere to offload to; set it to false"
+        )
+    if strategy.get("static_graph"):
+        if accumulate is not None and accumulate > 1:
+            raise UserError(
+                "strategy.static_graph=true: DDP's static graph takes a step with and one without exchange "
+                f"of gradients for two graphs, so it cannot accumulate {accumulate} forward passes; set "
+                "strategy.static_graph=false, or batch.effective to batch.per_device x devices"
+            )
+        if strategy.get("find_unused_parameters"):
+            raise UserError(
+                "strategy.static_graph and strategy.find_unused_parameters exclude each other: with a static "
+                "graph DDP finds unused parameters by itself, once; set one of them to false"
+            )
+    if name == "fsdp" and settings["ema_decay"] > 0:
+        raise UserError(
+            f"trainer.ema_decay={settings['ema_decay']} with strategy=fsdp: the moving average would keep a "
+            "whole copy of a model that is sharded; set trainer.ema_decay=0 or strategy=ddp"
+        )
+
+
+def build_strategy(config: Mapping[str, Any], job: Job) -> Strategy:
+    """Make the strategy of the `strategy` group of the configuration; see `check_strategy`."""
+    strategy, settings = config["strategy"], config["trainer"]
+    if strategy["name"] == "single":
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if uses_gpu(settings["accelerator"]) else "cpu"
+        )
+        return SingleDeviceStrategy(device=device)
+    if strategy["name"] == "ddp":
+        return DDP(
+            job,
+            find_unused_parameters=strategy["find_unused_parameters"],
+            static_graph=strategy["static_graph"],
+            **{_SYNC_BUFFERS: False},  # `average_running_statistics` keeps them alike, at each optimizer step
+            gradient_as_bucket_view=True,
+        )
+    return FSDP(job, world_size(settings), cpu_offload=strategy["cpu_offload"])
+
+
+def uses_gpu(accelerator: str) -> bool:
+    """Whether `trainer.accelerator` means CUDA here."""
+    return accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()

@@ -1,0 +1,32 @@
+"""A further process of a run on several devices; see `launch`. Its job comes by standard input, as JSON."""
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+from seg4k.errors import UserError
+from seg4k.training.interruption import Terminated
+from seg4k.training.launch import end_with_parent
+
+
+def main() -> int:
+    """Run the job and return the exit status."""
+    job = json.load(sys.stdin)
+    end_with_parent()
+    logging.basicConfig(level=logging.WARNING)
+    from seg4k.training.train import train
+
+    try:
+        train(job["config"], Path(job["directory"]), job["command"])
+    except UserError as error:
+        print(f"seg4k: process {os.environ['LOCAL_RANK']}: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except (Terminated, KeyboardInterrupt):
+        return 0  # as agreed; the first process says so
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
