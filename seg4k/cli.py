@@ -1,7 +1,9 @@
 """The command line: `seg4k VERB [Hydra overrides]`. Only Hydra is imported at the start."""
 
+import base64
 import difflib
 import os
+import platform
 import re
 import shlex
 import subprocess
@@ -10,19 +12,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from seg4k.errors import UserError
+from seg4k.errors import PlanDoesNotFit, UserError
 
 USAGE = """seg4k VERB [overrides]
 
   train       train a segmenter: seg4k train experiment=quickstart
               (--help lists groups and keys; -m sweeps: seed=0,1,2)
+  plan        what a run will cost, and the plan that fits: seg4k plan experiment=vitb_4k device=rtx4090
   report      judge the runs below a directory: seg4k report outputs/granularity/sweep_...
+  evaluate    score a checkpoint: seg4k evaluate checkpoint=FILE data=folder data.root=FOLDER
 
 Every override is KEY=VALUE of the configuration in conf/, or GROUP=NAME of one of its groups.
 Exit status: 0 success, 2 a mistake in the command or the data, 3 a plan that does not fit,
 anything else a fault of seg4k.
 """
 
+DOES_NOT_FIT = 3
 INTERRUPTED = 130
 
 
@@ -53,10 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         return VERBS[verb](rest)
+    except PlanDoesNotFit as error:
+        print(f"seg4k: {error}", file=sys.stderr)
+        return DOES_NOT_FIT
     except UserError as error:
         return _mistake(str(error))
     except (HydraException, OmegaConfBaseException) as error:
-        return _mistake(_explain(error))
+        return _mistake(_explain(error, verb))
     except KeyboardInterrupt:
         print("seg4k: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -89,6 +97,46 @@ def _train(overrides: Sequence[str]) -> int:
             train(config, directory, command)
 
     return run_with_config(task, overrides)
+
+
+def _plan(overrides: Sequence[str]) -> int:
+    """Say what a run will cost; the same question is answered at once the second time."""
+
+    def task(config: Mapping[str, Any], directory: Path) -> None:
+        from seg4k.files import atomic_path, write_json
+        from seg4k.memory.cache import cached
+
+        def answer() -> dict[str, Any]:
+            from seg4k.training.planning import answer
+
+            return answer(config)
+
+        said = cached(_cache_directory(), _question(config), answer)
+        if said["report"]:
+            write_json(directory / "plan.json", said["report"])
+        if said["message"]:
+            raise PlanDoesNotFit(said["message"], said["report"])
+        print(said["text"])
+        with atomic_path(directory / "memory.png") as picture:
+            picture.write_bytes(base64.b64decode(said["picture"]))
+        print(f"plan.json and memory.png: {directory}")
+
+    return run_with_config(task, overrides)
+
+
+def _cache_directory() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "seg4k" / "plans"
+
+
+def _question(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a plan depends on: configuration, classes of a folder, and the machine where that is meant."""
+    question = {key: value for key, value in config.items() if key not in ("name", "seed", "logger", "speed")}
+    if config["data"].get("root"):
+        files = sorted(Path(config["data"]["root"]).glob("classes.*"))
+        question["classes"] = [file.read_text(encoding="utf-8") for file in files]
+    if config["device"]["name"] == "this":
+        question["machine"] = [platform.node(), platform.processor(), os.cpu_count()]
+    return question
 
 
 def _sweep(overrides: Sequence[str]) -> int:
@@ -146,6 +194,15 @@ def _sweep_subdirectory(overrides: Sequence[str]) -> str:
     return f"hydra.sweep.subdir='{'/'.join(parts) or '${hydra:job.num}'}'"
 
 
+def _evaluate(overrides: Sequence[str]) -> int:
+    def task(config: Mapping[str, Any], _: Path) -> None:
+        from seg4k.inference.evaluate import evaluate
+
+        evaluate(config)
+
+    return run_with_config(task, overrides, "evaluate")
+
+
 def _report(arguments: Sequence[str]) -> int:
     """Write the report of the runs below a directory."""
     directories = [word for word in arguments if not word.startswith("-") and "=" not in word]
@@ -185,8 +242,10 @@ class SweepReport:
         raise AttributeError(name)
 
 
-def run_with_config(task: Callable[[Mapping[str, Any], Path], None], overrides: Sequence[str]) -> int:
-    """Compose the configuration by Hydra and hand it to `task` as plain values, with the run directory."""
+def run_with_config(
+    task: Callable[[Mapping[str, Any], Path], None], overrides: Sequence[str], root: str = "config"
+) -> int:
+    """Compose conf/`root`.yaml by Hydra and hand it to `task` as plain values, with the run directory."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import DictConfig, OmegaConf
@@ -194,11 +253,11 @@ def run_with_config(task: Callable[[Mapping[str, Any], Path], None], overrides: 
     conf = conf_directory()
     failures: list[Exception] = []
 
-    @hydra.main(version_base="1.3", config_path=str(conf), config_name="config")
+    @hydra.main(version_base="1.3", config_path=str(conf), config_name=root)
     def entry(composed: DictConfig) -> None:
         # Hydra would announce an exception in its own words first.
         try:
-            _check_keys(composed, dict(HydraConfig.get().runtime.choices), conf)
+            _check_keys(composed, dict(HydraConfig.get().runtime.choices), conf, root)
             config = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
             assert isinstance(config, dict)
             directory = Path(HydraConfig.get().runtime.output_dir)
@@ -219,14 +278,19 @@ def run_with_config(task: Callable[[Mapping[str, Any], Path], None], overrides: 
     return 0
 
 
-def _check_keys(composed: Any, choices: Mapping[str, str | None], conf: Path) -> None:  # noqa: ANN401
+def _check_keys(
+    composed: Any,  # noqa: ANN401 - Hydra's DictConfig
+    choices: Mapping[str, str | None],
+    conf: Path,
+    root: str,
+) -> None:
     """Refuse keys that nothing reads, and words where a number or true/false belongs.
 
     An experiment file or `+key=value` could bring such keys in unnoticed.
     """
     from omegaconf import OmegaConf
 
-    known = _flat(_reference(choices, conf))
+    known = _flat(_reference(choices, conf, root))
     for key, value in _flat(OmegaConf.to_container(composed, resolve=False)).items():
         if key not in known:
             raise UserError(f"{key}: no such key.{_did_you_mean(key, known)} See {conf} for all of them.")
@@ -238,8 +302,8 @@ def _check_keys(composed: Any, choices: Mapping[str, str | None], conf: Path) ->
             raise UserError(f"{key}={value}: give a number, such as {default}")
 
 
-def _reference(choices: Mapping[str, str | None], conf: Path) -> dict[str, Any]:
-    """Every key that config.yaml and the chosen group files have, without what an experiment overrides."""
+def _reference(choices: Mapping[str, str | None], conf: Path, root: str) -> dict[str, Any]:
+    """Every key of conf/`root`.yaml and of the chosen group files, without what an experiment overrides."""
     from omegaconf import OmegaConf
 
     def load(path: Path) -> dict[str, Any]:
@@ -251,7 +315,7 @@ def _reference(choices: Mapping[str, str | None], conf: Path) -> dict[str, Any]:
                 keys = {**load(path.parent / f"{entry}.yaml"), **keys}
         return keys
 
-    reference = load(conf / "config.yaml")
+    reference = load(conf / f"{root}.yaml")
     reference.pop("hydra", None)
     for group, choice in choices.items():
         if not group.startswith("hydra/") and group != "experiment" and choice is not None:
@@ -274,7 +338,7 @@ def _did_you_mean(key: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
-def _explain(error: Exception) -> str:
+def _explain(error: Exception, verb: str) -> str:
     """Hydra's message without its advice to append, which would only add a key that nothing reads."""
     from omegaconf.errors import MissingMandatoryValue
 
@@ -284,7 +348,8 @@ def _explain(error: Exception) -> str:
     found = re.match(r"Could not override '(?P<key>[^']+)'", message)
     if found:
         conf = conf_directory()
-        known = _flat(_reference(_default_choices(conf), conf))
+        root = verb if (conf / f"{verb}.yaml").is_file() else "config"
+        known = _flat(_reference(_default_choices(conf, root), conf, root))
         key = found["key"]
         if key in known:  # the key is right; what is wrong is the value, and the cause says how
             return f"{key}: {error.__cause__ or message}"
@@ -294,16 +359,21 @@ def _explain(error: Exception) -> str:
     return message.strip()
 
 
-def _default_choices(conf: Path) -> dict[str, str | None]:
+def _default_choices(conf: Path, root: str) -> dict[str, str | None]:
     from omegaconf import OmegaConf
 
-    content = OmegaConf.to_container(OmegaConf.load(conf / "config.yaml"), resolve=False)
+    content = OmegaConf.to_container(OmegaConf.load(conf / f"{root}.yaml"), resolve=False)
     assert isinstance(content, dict)
     choices: dict[str, str | None] = {}
     for entry in content["defaults"]:
         if isinstance(entry, dict):
-            choices.update(entry)
+            choices |= {group: name for group, name in entry.items() if not group.startswith("override ")}
     return choices
 
 
-VERBS: dict[str, Callable[[Sequence[str]], int]] = {"train": _train, "report": _report}
+VERBS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": _train,
+    "plan": _plan,
+    "report": _report,
+    "evaluate": _evaluate,
+}

@@ -85,7 +85,13 @@ def intact(root: Path) -> bool:
 
 
 def scene(root: Path, split: str) -> ArrayScene:
-    """The region of a split, (2700, 3840) for `train` and (2700, 1560) for `val`, as one scene."""
+    """The region of a split, (2700, 3840) for `train` and (2700, 1560) for `val`, as one scene.
+
+    Raises:
+        UserError: for any other split.
+    """
+    if split not in _SPLITS:
+        raise UserError(f"data=blue_marble has no split {split!r}; its splits are {' and '.join(_SPLITS)}")
     start, end, height, width = _SPLITS[split]
     grid = [
         [

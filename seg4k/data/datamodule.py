@@ -173,12 +173,16 @@ class SegmentationDataModule(LightningDataModule):
     def val_dataset(self) -> TileDataset:
         """The tiles of validation, made on first use."""
         if self._val is None:
-            self.source.prepare()
-            scenes = self.source.scenes("val")
-            self._val = TileDataset(
-                scenes, self.settings.val_size, ignore_index=self.class_table.ignore_index
-            )
+            self._val = self.tile_dataset("val")
         return self._val
+
+    def tile_dataset(self, split: str) -> TileDataset:
+        """The tiles of any split that the data have."""
+        if split == "val" and self._val is not None:
+            return self._val
+        self.source.prepare()
+        scenes = self.source.scenes(split)
+        return TileDataset(scenes, self.settings.val_size, ignore_index=self.class_table.ignore_index)
 
     def train_dataloader(self) -> ResumableLoader:
         """The crops of this process; the sampler's epoch is set by Lightning."""
@@ -190,7 +194,12 @@ class SegmentationDataModule(LightningDataModule):
 
     def val_dataloader(self) -> BatchLoader:
         """The tiles of this process; whole images come one by one where they differ in size."""
-        dataset, (rank, world) = self.val_dataset(), self._place()
+        return self.tile_loader("val")
+
+    def tile_loader(self, split: str) -> BatchLoader:
+        """As `val_dataloader`, of any split, in the order of `tile_dataset`."""
+        dataset = self.val_dataset() if split == "val" else self.tile_dataset(split)
+        rank, world = self._place()
         sampler = EverySampleSampler(len(dataset), rank=rank, world=world)
         sizes = {window[2:] for _, window in dataset.tiles}
         batch_size = self.batch_size if len(sizes) == 1 else 1

@@ -58,12 +58,15 @@ def scenes(root: Path | str | None, split: str, reader: PairReader) -> list[File
 
 
 def first_image(root: Path | str | None) -> Path:
-    """The first training image.
+    """The first training image; of a folder without training images, the first of another split.
 
     Raises:
         UserError: where there is none.
     """
-    return next(iter(_by_stem(_check_root(root) / "images" / "train", SUFFIXES).values()))
+    images = _check_root(root) / "images"
+    others = sorted(path for path in images.glob("*") if path.is_dir())
+    split = images / "train" if (images / "train").is_dir() or not others else others[0]
+    return next(iter(_by_stem(split, SUFFIXES).values()))
 
 
 def _check_root(root: Path | str | None) -> Path:
