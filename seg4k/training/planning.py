@@ -116,6 +116,22 @@ def predict(config: Mapping[str, Any], task: Task, *, device: Device | None = No
         return Prediction(found.plan, found, report)
 
 
+def before_training(config: Mapping[str, Any], task: Task) -> Prediction | None:
+    """The plan and its cost where `preflight` asks for it, or the mode is `auto`; None otherwise.
+
+    Raises:
+        PlanDoesNotFit: the run cannot fit the device.
+        UserError: see `predict`.
+    """
+    automatic = config["activation_checkpointing"]["mode"] == "auto"
+    if not (automatic or config["preflight"]):
+        return None
+    if automatic and config["device"]["name"] == "this" and config["trainer"]["devices"] != 1:
+        # Each process would measure its own speed and might choose a plan of its own.
+        raise UserError("activation_checkpointing=auto on several devices: name them, such as device=a100-80")
+    return predict(config, task)
+
+
 def maximize_batch(config: Mapping[str, Any], task: Task, device: Device) -> tuple[int, Prediction]:
     """The largest per-device batch for which some plan fits, and that plan.
 

@@ -15,12 +15,12 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.utilities import rank_zero_only
 
-from seg4k.activation_checkpointing import apply_activation_checkpointing, make_plan
+from seg4k.activation_checkpointing import Plan, apply_activation_checkpointing, make_plan
 from seg4k.data.build import build_datamodule
 from seg4k.data.datamodule import SegmentationDataModule
 from seg4k.errors import UserError
 from seg4k.losses.build import build_loss, strip_options
-from seg4k.models.vit_unet import build_model
+from seg4k.models.vit_unet import ViTUNet, build_model
 from seg4k.training.callbacks import MemoryWatch, ProgressBar, ProgressLines, Stopwatch
 from seg4k.training.checkpoints import (
     AtomicCheckpointIO,
@@ -33,6 +33,7 @@ from seg4k.training.launch import WORLD_VARIABLES, Job, Launcher
 from seg4k.training.loggers import build_loggers, log_artifacts
 from seg4k.training.module import ON_NAN, SegmentationModule
 from seg4k.training.pictures import draw_samples
+from seg4k.training.planning import Task, before_training
 from seg4k.training.run_card import (
     SCHEMA,
     code_state,
@@ -161,15 +162,20 @@ def _prepare(
         config["data"], seed=config["seed"], batch_size=config["batch"]["per_device"], accumulate=accumulate
     )
     data.prepare_data()
-    data.setup("fit")
     classes = data.class_table
+    prediction = before_training(config, Task(len(classes), data.in_channels, classes.ignore_index))
+    if prediction is not None:
+        card["memory"]["predicted_peak_bytes"] = prediction.report["predicted"]["peak_bytes"]
+    data.setup("fit")
     image_size = tuple(config["data"]["image_size"])
     model = build_model(
         config["model"], num_classes=len(classes), image_size=image_size, in_channels=data.in_channels
     )
     if config["strategy"].get("sync_batchnorm"):
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-    plan = _apply_plan(config["activation_checkpointing"], model)
+    plan = _apply_plan(
+        config["activation_checkpointing"], model, None if prediction is None else prediction.plan
+    )
     card["activation_checkpointing"] = plan
     sharded = config["strategy"]["name"] == "fsdp"
     module = (ShardedSegmentationModule if sharded else SegmentationModule)(
@@ -284,10 +290,11 @@ def _end_processes(trainer: Trainer | None, variables: Mapping[str, str | None],
             os.environ[name] = value
 
 
-def _apply_plan(config: Mapping[str, Any], model: torch.nn.Module) -> dict[str, Any]:
-    """Apply the plan of the configuration and describe it for the card."""
-    options = {key: value for key, value in config.items() if key not in ("mode", "audit")}
-    plan = make_plan(config["mode"], list(model.segments()), **options)  # type: ignore[operator]
+def _apply_plan(config: Mapping[str, Any], model: ViTUNet, plan: Plan | None) -> dict[str, Any]:
+    """Apply the plan that was predicted, or else the configured one, and describe it for the card."""
+    if plan is None:
+        options = {key: value for key, value in config.items() if key not in ("mode", "audit")}
+        plan = make_plan(config["mode"], list(model.segments()), **options)
     apply_activation_checkpointing(model, plan, audit=config["audit"])
     segments = [{"name": name, "policy": str(policy)} for name, policy in plan.items()]
     return {"mode": config["mode"], "segments": segments}
@@ -388,6 +395,9 @@ def _quiet() -> None:
     for name in ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
         logging.getLogger(name).handlers.clear()
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric.utilities.distributed").setLevel(logging.WARNING)
+    # DDP on the gradient of a single token, whose outermost stride, of size 1, means nothing.
+    warnings.filterwarnings("ignore", message=r"Grad strides do not match bucket view strides")
     # The run directory holds Hydra's files before the logger writes its first.
     warnings.filterwarnings("ignore", message=r"Experiment logs directory .* exists and is not empty")
     # Lightning 2.6 against torch's newer pytree.
