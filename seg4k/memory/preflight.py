@@ -20,10 +20,10 @@ def does_not_fit(planner: AutoPlanner, budget: int, *, lower: Mapping[str, str] 
         lower: settings that lower the need further, with what each does.
     """
     smallest = planner.smallest()
+    peak, slowdown = smallest.trace.peak_bytes, smallest.seconds / planner.baseline.seconds
     text = (
-        f"No plan fits in {_gib(budget)}. The smallest budget that does is {_gib(smallest.trace.peak_bytes)} "
-        f"({smallest.trace.peak_bytes} bytes), at {smallest.seconds / planner.baseline.seconds:.2f} times the "
-        "time of a step that recomputes nothing."
+        f"No plan fits in {_gib(budget)}. The smallest budget that does is {_gib(peak)} ({peak} bytes), at "
+        f"{slowdown:.2f} times the time of a step that recomputes nothing."
     )
     if lower:
         text += " Lower it further with " + "; ".join(f"{key} ({what})" for key, what in lower.items()) + "."

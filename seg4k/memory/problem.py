@@ -85,9 +85,10 @@ class _Builder:
         self.tops = outermost(names)
         inside = {top: outermost(n for n in names if n.startswith(f"{top}.")) for top in self.tops}
         self.parts = {top: parts if len(parts) > 1 else [] for top, parts in inside.items()}
-        self.base = tracer.trace(Plan(), with_held=True)
-        assert self.base.held is not None
-        self.held: Held = self.base.held
+        self.base = tracer.trace(Plan())
+        held = tracer.trace(Plan(), with_held=True).held
+        assert held is not None
+        self.held: Held = held
         attention = [name for name in names if _within(self.held.attention, name)]
         fine = [part for top in self.tops for part in self.parts[top] or [top]]
         plans = [uniform_plan(units, policy, attention) for policy in policies for units in (self.tops, fine)]

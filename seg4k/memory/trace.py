@@ -150,7 +150,7 @@ def trace(
         plan: None for a model that was prepared already, or that recomputes nothing.
         rules: "cuda", or "cpu" to hold the trace against a step measured on the CPU.
         apply: puts a plan on a model; `apply_activation_checkpointing` by default.
-        with_held: also find out who holds what; see `Held`.
+        with_held: also find out who holds what; see `Held`. The hooks that tell it add some work.
     """
     cuda = rules == "cuda"
     model = step.model

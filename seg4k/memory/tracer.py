@@ -36,7 +36,7 @@ class Tracer:
 
     def __init__(self, build: Callable[..., Step], *args: object, rules: str = "cuda") -> None:
         self.rules = rules
-        self._traces: dict[Plan, Trace] = {}
+        self._traces: dict[tuple[Plan, bool], Trace] = {}
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path)}
@@ -58,16 +58,16 @@ class Tracer:
 
     def trace(self, plan: Plan, *, with_held: bool = False) -> Trace:
         """Trace the step under a plan; see `seg4k.memory.trace.trace`."""
-        known = self._traces.get(plan)
-        if known is None or (with_held and known.held is None):
+        key = (plan, with_held)
+        if key not in self._traces:
             options = {"rules": self.rules, "with_held": with_held}
-            self._traces[plan] = known = self._ask("trace", (plan, options))
-        return known
+            self._traces[key] = self._ask("trace", (plan, options))
+        return self._traces[key]
 
     @property
     def plans(self) -> list[Plan]:
         """The plans traced so far."""
-        return list(self._traces)
+        return [plan for plan, with_held in self._traces if not with_held]
 
     def close(self) -> None:
         """End the other process."""
