@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from seg4k.activation_checkpointing.plan import Plan
-from seg4k.activation_checkpointing.runs import RunState
+from seg4k.activation_checkpointing.runs import Membership, RunState
 from seg4k.activation_checkpointing.segment_call import AUDITS, AuditMode, SegmentState
 from seg4k.activation_checkpointing.segments import members, segments_of, unknown_segment
 from seg4k.activation_checkpointing.swap import swap_in_member, swap_in_segment, swap_out
@@ -69,11 +69,11 @@ def apply_activation_checkpointing(
     for name, modules in targets.items():
         state = SegmentState(name, plan[name], audit)
         run = RunState(state, tuple(modules))
-        for module in modules:
+        for position, module in enumerate(modules):
             if len(modules) == 1:
                 swap_in_segment(module, state)
             else:
-                swap_in_member(module, run)
+                swap_in_member(module, Membership(run, position))
             for inner_name, inner in module.named_modules():
                 if getattr(inner, "inplace", False) is True:
                     _set_inplace(inner, False)

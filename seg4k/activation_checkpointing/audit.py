@@ -105,7 +105,8 @@ class Audit:
     def __post_init__(self) -> None:
         self.names: dict[int, str] = {}
         self.labels: dict[Any, str] = {}
-        self.exempt: set[Any] = set()
+        statistics = running_statistics(self.modules.values())
+        self.exempt: set[Any] = {storage_key(statistic) for statistic in statistics}
         for prefix, module in self.modules.items():
             for name, inner in module.named_modules():
                 self.names[id(inner)] = f"{prefix}.{name}" if name else prefix
@@ -115,7 +116,6 @@ class Audit:
             ):
                 for name, tensor in tensors:
                     self.labels[storage_key(tensor)] = f"the {kind} {prefix}.{name}"
-            self.exempt |= {storage_key(statistic) for statistic in running_statistics(module)}
 
     @contextmanager
     def forward(self, tensors: Sequence[Tensor]) -> Iterator[None]:

@@ -25,6 +25,13 @@ def version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def alias_of(tensor: Tensor) -> Tensor:
+    """The same memory under the same version counter, without the graph (holding that could make a cycle)."""
+    # Below autograd, where selective checkpointing packs, a plain detach would start a counter of its own.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
 def hooks_in_force() -> Hooks | None:
     """The saved-tensor hooks that a tensor saved right now would pass through."""
     return cast(Hooks | None, torch._C._autograd._top_saved_tensors_default_hooks(False))
@@ -56,7 +63,7 @@ class BoundaryGuard(torch.autograd.graph.saved_tensors_hooks):
         def pack(tensor: Tensor) -> Saved:
             nonlocal position
             position += 1
-            alias = tensor.detach()  # shares the version counter but no graph, so that no cycle is made
+            alias = alias_of(tensor)
             if outer is None:
                 return Saved(alias, version(alias), position)
             # While an outer segment is recomputed, its hooks hold this very alias until backward takes it.

@@ -24,7 +24,9 @@ SMALLEST_BYTES = 1 << 16
 """Smaller tensors stay where they are: a copy costs more than they do."""
 
 TAKES_HOST_COPIES = "_seg4k_takes_host_copies"
-"""Set on a pack hook that wants to see host copies instead of holding what is offloaded itself."""
+"""Set on a pack hook that wants to be shown host copies, instead of holding what is offloaded itself."""
+IS_HOST_COPY = "_seg4k_is_host_copy"
+"""Set on the tensors that it is shown."""
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -37,8 +39,10 @@ class HostCopy:
         self.ready: torch.cuda.Event | None = None
         if tensor.device.type != "cuda":
             self.host = tensor.detach().clone()
+            setattr(self.host, IS_HOST_COPY, True)
             return
         self.host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        setattr(self.host, IS_HOST_COPY, True)
         side = _stream(tensor.device)
         side.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(side):

@@ -35,19 +35,29 @@ class RunState:
         return {**self.__dict__, "handed_on": None}
 
 
+@dataclass
+class Membership:
+    """A module's place in a run."""
+
+    run: RunState
+    position: int
+
+
 def call_member(
-    run: RunState,
+    membership: Membership,
     module: nn.Module,
     call: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:  # noqa: ANN401
     """What calling a module of a run does in place of `call`, its own `__call__`."""
-    if module is not run.modules[0]:
+    run = membership.run
+    if membership.position > 0:
         if run.handed_on is None:
             return call(*args, **kwargs)
-        return pass_on(run, module, args, kwargs)
-    run.handed_on = None
+        return pass_on(run, membership.position, args, kwargs)
+    if run.handed_on is not None:  # left by a forward pass that failed in between
+        run.handed_on = None
     if runs_plainly(module):
         return call(*args, **kwargs)
     return run_together(run, args, kwargs)
@@ -67,17 +77,17 @@ def run_together(run: RunState, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             "blocks can be recomputed together only if each takes one tensor first and gives one",
             "Use blocks_per_segment=1",
         )
+    modules = dict(zip(members(run.segment.name), run.modules, strict=True))
     if torch.compiler.is_compiling():
-        result = compiled_segment(run.segment, chain, args, kwargs)
+        result = compiled_segment(run.segment, modules, chain, args, kwargs)
         run.handed_on = (result, args[1:], kwargs)
         return result
-    names = members(run.segment.name)
-    result = run_segment(run.segment, dict(zip(names, run.modules, strict=True)), chain, args, kwargs)
+    result = run_segment(run.segment, modules, chain, args, kwargs)
     run.handed_on = (weakref.ref(result), args[1:], kwargs)
     return result
 
 
-def pass_on(run: RunState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+def pass_on(run: RunState, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
     """Return the argument, which is the run's result, if the model called the member as the run did.
 
     Raises:
@@ -86,7 +96,7 @@ def pass_on(run: RunState, module: nn.Module, args: tuple[Any, ...], kwargs: dic
     assert run.handed_on is not None
     given, further, named = run.handed_on
     result = given if isinstance(given, Tensor) else given()
-    if module is run.modules[-1]:
+    if position == len(run.modules) - 1:
         run.handed_on = None
     same = (
         len(args) == 1 + len(further)

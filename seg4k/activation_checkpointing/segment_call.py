@@ -1,6 +1,5 @@
 """One call of a recomputed segment: what its forward does in place of its own."""
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -8,25 +7,21 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from seg4k.activation_checkpointing.audit import Audit
-from seg4k.activation_checkpointing.errors import ActivationCheckpointingError, inexact
+from seg4k.activation_checkpointing.errors import inexact
 from seg4k.activation_checkpointing.fingerprint import can_be_read
 from seg4k.activation_checkpointing.guards import check_unchanged, version
-from seg4k.activation_checkpointing.norms import frozen_statistics
+from seg4k.activation_checkpointing.norms import running_statistics, statistics_as_before, values_of
 from seg4k.activation_checkpointing.offload import boundary_hooks
 from seg4k.activation_checkpointing.plan import Policy
 from seg4k.activation_checkpointing.selective import AttentionKeeper, compiled_contexts, no_attention
-from seg4k.errors import UserError
 
 AuditMode = Literal["first_step", "always", "off"]
 AUDITS: tuple[AuditMode, ...] = ("first_step", "always", "off")
-
-# Kept results of attention pass through the hooks in force, as all saved tensors do, where torch offers it.
-_KNOWN = inspect.signature(torch.utils.checkpoint._checkpoint_without_reentrant_generator).parameters
-_RESPECT_HOOKS = {"respect_saved_tensors_hooks": True} if "respect_saved_tensors_hooks" in _KNOWN else {}
 
 
 @dataclass
@@ -43,16 +38,27 @@ class SegmentState:
 
 
 class Observer:
-    """Told of each run of a segment's body; measurements count with it."""
+    """Told when a segment runs; measurements count with it."""
 
     def enter(self, segment: str, recompute: bool) -> None:
-        """Before the body runs."""
+        """Before a segment's inputs are saved and it runs, or before it is recomputed."""
 
     def leave(self, segment: str, recompute: bool) -> None:
         """After it, however it ended."""
 
 
 _observers: list[Observer] = []
+
+
+@contextmanager
+def _observed(segment: str, recompute: bool) -> Iterator[None]:
+    for observer in _observers:
+        observer.enter(segment, recompute)
+    try:
+        yield
+    finally:
+        for observer in _observers:
+            observer.leave(segment, recompute)
 
 
 @contextmanager
@@ -102,21 +108,20 @@ class SegmentCall:
         self.leaves = leaves
         self.places = places
         self.spec = spec
-        self.keeper = AttentionKeeper() if state.policy is Policy.SELECTIVE else None
+        self.keeper: AttentionKeeper | None = None
         self.audit: Audit | None = None
         self.training = self._training_flags()
+        self.statistics = running_statistics(modules.values())
+        self.statistics_before = values_of(self.statistics)
         self._has_run = False
 
     def __call__(self, *tensors: Tensor) -> Any:  # noqa: ANN401
         """Run the body on these tensors."""
-        recompute, self._has_run = self._has_run, True
-        for observer in _observers:
-            observer.enter(self.state.name, recompute)
-        try:
-            return self._recompute(tensors) if recompute else self._forward(tensors)
-        finally:
-            for observer in _observers:
-                observer.leave(self.state.name, recompute)
+        if not self._has_run:
+            self._has_run = True
+            return self._forward(tensors)
+        with _observed(self.state.name, recompute=True):
+            return self._recompute(tensors)
 
     def _forward(self, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401
         state = self.state
@@ -136,10 +141,9 @@ class SegmentCall:
                 "Call it after backward",
             )
         with ExitStack() as stack:
-            stack.enter_context(frozen_statistics(self.modules.values()))
+            stack.enter_context(statistics_as_before(self.statistics, self.statistics_before))
             if self.keeper is not None:
                 stack.enter_context(self.keeper)
-                stack.enter_context(_named_selective_errors(self.state.name))
             audit, self.audit = self.audit, None
             if audit is not None:
                 self.state.audited = self.state.audit == "first_step"
@@ -155,22 +159,6 @@ class SegmentCall:
 
     def _training_flags(self) -> list[bool]:
         return [inner.training for module in self.modules.values() for inner in module.modules()]
-
-
-@contextmanager
-def _named_selective_errors(segment: str) -> Iterator[None]:
-    """Give errors of torch's selective checkpointing the name of the segment."""
-    try:
-        yield
-    except ActivationCheckpointingError:
-        raise
-    except RuntimeError as error:
-        text = str(error)
-        if "selective activation checkpoint" in text or "encountered during backward" in text:
-            raise inexact(
-                segment, f"torch says: {text}", "Mend that, or give the segment the policy recompute"
-            ) from error
-        raise
 
 
 def run_segment(
@@ -194,11 +182,13 @@ def run_segment(
     for place in places:
         leaves[place] = None
     call = SegmentCall(state, modules, body, leaves, places, spec)
+    hooks = boundary_hooks(state.name, len(tensors), offload=state.policy is Policy.OFFLOAD)
     options: dict[str, Any] = {}
-    if call.keeper is not None:
-        options = {"context_fn": call.keeper.contexts, **_RESPECT_HOOKS}
+    if state.policy is Policy.SELECTIVE:
+        call.keeper = AttentionKeeper(state.name, hooks)
+        options = {"context_fn": call.keeper.contexts}
     before = [version(tensor) for tensor in tensors]
-    with boundary_hooks(state.name, len(tensors), offload=state.policy is Policy.OFFLOAD):
+    with _observed(state.name, recompute=False), hooks:
         result = checkpoint(call, *tensors, use_reentrant=False, **options)
     check_unchanged(state.name, tensors, before)
     if call.keeper is not None and call.keeper.kept == 0:
@@ -214,21 +204,32 @@ def _needs_gradient(tensors: Sequence[Tensor], modules: Mapping[str, nn.Module])
 
 
 def compiled_segment(
-    state: SegmentState, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    state: SegmentState,
+    modules: Mapping[str, nn.Module],
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:  # noqa: ANN401
     """The same under torch.compile, in plain words that its tracer understands.
 
     The compiler traces the segment once, as a function without side effects; what the guards look for, it
-    either refuses or makes right.
-
-    Raises:
-        UserError: the policy is offload, which cannot be compiled.
+    either refuses or makes right. Offload cannot be traced: such a segment runs in eager mode, between two
+    graphs, and with `fullgraph=True` torch refuses, naming the function below.
     """
     if state.policy is Policy.OFFLOAD:
-        raise UserError(
-            f"activation_checkpointing: segment {state.name} has the policy offload, which torch.compile "
-            "cannot trace. Give it recompute or selective, or do not compile."
-        )
+        return offload_cannot_be_compiled(state, modules, body, args, kwargs)
     if state.policy is Policy.SELECTIVE:
         return checkpoint(body, *args, use_reentrant=False, context_fn=compiled_contexts, **kwargs)
     return checkpoint(body, *args, use_reentrant=False, **kwargs)
+
+
+@_disable_dynamo
+def offload_cannot_be_compiled(
+    state: SegmentState,
+    modules: Mapping[str, nn.Module],
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:  # noqa: ANN401
+    """Run an offloaded segment in eager mode while the rest of the model is compiled."""
+    return run_segment(state, modules, body, args, kwargs)

@@ -1,19 +1,27 @@
 """Selective recomputation: all of a segment but the results of attention.
 
-At high resolution almost all the work of a transformer block is attention, and almost all its memory is
-not. The mechanism is torch's selective checkpointing (`create_selective_checkpoint_contexts`); here it is
-told which operations are attention, whatever backend `F.scaled_dot_product_attention` chose.
+At high resolution almost all the work of a transformer block is attention, and almost all its memory is not.
+So attention's results are kept, whatever backend `F.scaled_dot_product_attention` chose, and in recomputation
+they are given in its place. torch's own selective checkpointing does the same for any operator. In eager mode
+it is not used: it holds results past the hooks of an outer segment, which would free them, and it counts all
+operators, so that a guard which computes beside the segment would put it out.
 """
 
+from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from seg4k.activation_checkpointing.errors import inexact
+from seg4k.activation_checkpointing.guards import Saved, alias_of
 from seg4k.errors import UserError
 
 _FUSED_NAMES = (
@@ -36,19 +44,18 @@ _ATTENTION_FUNCTIONS = {
 }
 
 compiled_contexts = partial(create_selective_checkpoint_contexts, list(FUSED))
-"""The `context_fn` for torch.compile, which takes a partial of torch's own function only."""
+"""The `context_fn` for torch.compile, which understands a partial of torch's own function only."""
 
 
-class AttentionKeeper(TorchFunctionMode):
-    """The policy of one call of one segment: which results to keep, and how many were.
+class AttentionMarker(TorchFunctionMode):
+    """Tells which operators give the result of attention.
 
-    As a context it marks the inside of an attention function: there, the math backend's product that follows
-    the softmax is the result. It is entered anew in recomputation.
+    As a context it marks the inside of attention functions: there, the math backend's product that follows
+    the softmax is the result.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept = 0
         self._inside = False
         self._after_softmax = False
 
@@ -68,23 +75,78 @@ class AttentionKeeper(TorchFunctionMode):
         finally:
             self._inside = False
 
-    def policy(self, context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        """What torch asks for each operator."""
+    def gives_result(self, operator: object) -> bool:
+        """Whether the operator, which is about to run, gives a result of attention. Ask once for each."""
         if operator in FUSED:
-            self.kept += 1
-            return CheckpointPolicy.MUST_SAVE
-        if self._inside:
-            if operator in _SOFTMAX:
-                self._after_softmax = True
-            elif operator in _PRODUCT and self._after_softmax:
-                self._after_softmax = False
-                self.kept += 1
-                return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
+            return True
+        if self._inside and operator in _SOFTMAX:
+            self._after_softmax = True
+        elif self._inside and self._after_softmax and operator in _PRODUCT:
+            self._after_softmax = False
+            return True
+        return False
 
-    def contexts(self) -> Any:  # noqa: ANN401 - torch's pair of context managers
+
+class AttentionKeeper(AttentionMarker):
+    """Keeps the results of attention of one call of one segment, for its recomputation.
+
+    Args:
+        segment: the name that errors give.
+        hooks: the guard around the call, through which results are held as all that backward needs.
+    """
+
+    def __init__(self, segment: str, hooks: torch.autograd.graph.saved_tensors_hooks) -> None:
+        super().__init__()
+        self.segment = segment
+        self.hooks = hooks
+        self.kept = 0
+        self.results: deque[Any] = deque()
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """The `context_fn` of `torch.utils.checkpoint.checkpoint`."""
-        return create_selective_checkpoint_contexts(self.policy)  # type: ignore[no-untyped-call]
+        return _Keep(self), _Give(self)
+
+    def keep(self, result: Any) -> None:  # noqa: ANN401
+        """Hold a result; without its graph, which holds us."""
+        pack = self.hooks.pack_hook
+        self.results.append(tree_map(lambda x: pack(alias_of(x)) if isinstance(x, Tensor) else x, result))
+        self.kept += 1
+
+    def give(self) -> Any:  # noqa: ANN401
+        """The next result, in the order in which they were kept; it is let go of here."""
+        if not self.results:
+            raise inexact(
+                self.segment,
+                "recomputation runs attention of which no result is held: either the segment does not run "
+                "the same operations again, or backward passes through it a second time",
+                "Give the segment the policy recompute",
+            )
+        unpack = self.hooks.unpack_hook
+        return tree_map(lambda x: unpack(x) if isinstance(x, Saved) else x, self.results.popleft())
+
+
+class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, keeper: AttentionKeeper) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keeper = keeper
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        keep = self.keeper.gives_result(func)
+        result = func(*args, **(kwargs or {}))
+        if keep:
+            self.keeper.keep(result)
+        return result
+
+
+class _Give(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, keeper: AttentionKeeper) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keeper = keeper
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        if self.keeper.gives_result(func):
+            return self.keeper.give()
+        return func(*args, **(kwargs or {}))
 
 
 def no_attention(segment: str) -> UserError:

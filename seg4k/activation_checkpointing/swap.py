@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from seg4k.activation_checkpointing.runs import RunState, call_member
+from seg4k.activation_checkpointing.runs import Membership, call_member
 from seg4k.activation_checkpointing.segment_call import (
     SegmentState,
     compiled_segment,
@@ -32,9 +32,9 @@ def swap_in_segment(module: nn.Module, state: SegmentState) -> None:
     module.__class__ = segment_class(type(module))
 
 
-def swap_in_member(module: nn.Module, run: RunState) -> None:
+def swap_in_member(module: nn.Module, membership: Membership) -> None:
     """Make a module recompute as a part of a run."""
-    module.__dict__[RUN] = run
+    module.__dict__[RUN] = membership
     module.__class__ = member_class(type(module))
 
 
@@ -62,7 +62,7 @@ def _segment_class(plain: ModuleClass) -> ModuleClass:
             if state is None or runs_plainly(self):
                 return super().forward(*args, **kwargs)
             if torch.compiler.is_compiling():
-                return compiled_segment(state, super().forward, args, kwargs)
+                return compiled_segment(state, {state.name: self}, super().forward, args, kwargs)
             return run_segment(state, {state.name: self}, super().forward, args, kwargs)
 
         def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401
@@ -78,10 +78,10 @@ def _member_class(plain: ModuleClass) -> ModuleClass:
         _seg4k_plain = plain
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            run = self.__dict__.get(RUN)
-            if run is None:
+            membership = self.__dict__.get(RUN)
+            if membership is None:
                 return super().__call__(*args, **kwargs)
-            return call_member(run, self, super().__call__, args, kwargs)
+            return call_member(membership, self, super().__call__, args, kwargs)
 
         def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401
             return _reduced(super().__reduce_ex__(protocol), member_class, plain)
