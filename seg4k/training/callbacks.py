@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 
 from seg4k.memory.ledger import Ledger, Reading
-from seg4k.memory.storages import static_bytes
+from seg4k.memory.storages import own_part, static_bytes, storage_bytes
 from seg4k.training.run_card import readable_bytes
 
 WARMUP_STEPS = 3
@@ -95,6 +95,7 @@ class MemoryWatch(Callback):
         stopwatch.skipped.update(step + 1 for step in self.measured)
         self.ledger: Ledger | None = None
         self.static_bytes: int | None = None
+        self.static_parts: dict[str, int] = {}
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Forget the peaks of whatever this process did before."""
@@ -127,6 +128,15 @@ class MemoryWatch(Callback):
         """Once the optimizer has its state and the gradients are still there, add up what is static."""
         if self.static_bytes is None and trainer.global_step > 0:
             self.static_bytes = static_bytes([module], [optimizer])
+            parameters = storage_bytes([*module.parameters(), *module.buffers()])
+            gradients = sum(
+                own_part(p).numel() * p.element_size() for p in module.parameters() if p.requires_grad
+            )
+            self.static_parts = {
+                "parameters": parameters,
+                "gradients": gradients,
+                "optimizer": self.static_bytes - parameters - gradients,
+            }
 
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
         """Leave no profiler running."""
@@ -140,6 +150,13 @@ class MemoryWatch(Callback):
         """Close an open window."""
         if self.ledger is not None and self.ledger.is_open:
             self.ledger.stop()
+
+    def breakdown(self) -> dict[str, int] | None:
+        """What the peak is made of; all that is not static is activations. None where it was not measured."""
+        peak = self.reading().peak_bytes
+        if peak is None or self.static_bytes is None:
+            return None
+        return {**self.static_parts, "activations": max(0, peak - self.static_bytes)}
 
     def reading(self) -> Reading:
         """What was measured so far."""

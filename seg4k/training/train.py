@@ -98,7 +98,7 @@ def train(config: Mapping[str, Any], directory: Path, command: str) -> dict[str,
             failed = False
     except BaseException as error:
         card["status"], card["error"] = _ending(error)
-        if (reason := _lost(trainer)) is not None:
+        if isinstance(error, Exception) and (reason := _lost(trainer)) is not None:
             card["error"] = f"{reason}; here: {card['error']}"
         raise
     finally:
@@ -237,6 +237,7 @@ def _fit(
             "peak_source": reading.peak_source,
             "reserved_bytes": reading.reserved_bytes,
             "static_bytes": memory.static_bytes,
+            "breakdown": memory.breakdown(),
         }
         card["throughput"] = stopwatch.figures()
         card["metrics"] = _metrics(module)
@@ -274,7 +275,7 @@ def _completed(
 def _lost(trainer: Trainer | None) -> str | None:
     """What is known of another process that failed."""
     launcher = trainer.strategy.launcher if trainer is not None else None
-    return launcher.lost if isinstance(launcher, Launcher) else None
+    return launcher.failure() if isinstance(launcher, Launcher) else None
 
 
 def _end_processes(trainer: Trainer | None, variables: Mapping[str, str | None], *, failed: bool) -> None:
@@ -445,6 +446,7 @@ def _blank_card(config: Mapping[str, Any], command: str) -> dict[str, Any]:
             "reserved_bytes": None,
             "predicted_peak_bytes": None,
             "static_bytes": None,
+            "breakdown": None,
         },
         "throughput": {
             "samples_per_second": None,

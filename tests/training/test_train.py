@@ -60,6 +60,9 @@ def test_static_bytes_are_parameters_gradients_and_two_moments(run):
     buffers = sum(b.numel() * b.element_size() for b in loaded.model.buffers())
     steps = 4 * sum(1 for _ in loaded.model.parameters())  # AdamW's step count of each parameter
     assert card["memory"]["static_bytes"] == pytest.approx(4 * parameters + buffers + steps, rel=2e-3)
+    parts = card["memory"]["breakdown"]
+    assert parts["gradients"] == parameters
+    assert sum(parts.values()) == card["memory"]["peak_bytes"]
 
 
 def test_what_a_run_leaves(run):
