@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from seg4k.activation_checkpointing.audit import is_sharded
 from seg4k.activation_checkpointing.plan import Plan
 from seg4k.activation_checkpointing.runs import Membership, RunState
 from seg4k.activation_checkpointing.segment_call import AUDITS, AuditMode, SegmentState
@@ -149,7 +150,7 @@ def _check(targets: Mapping[str, list[nn.Module]]) -> None:
                     "Name only one of them in the plan."
                 )
             owners[id(module)] = name
-            if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            if is_sharded(module):
                 raise UserError(
                     f"activation_checkpointing: segment {name} is sharded by FSDP already. Apply activation "
                     "checkpointing first, then compile, then FSDP."

@@ -107,6 +107,9 @@ class Audit:
         self.labels: dict[Any, str] = {}
         statistics = running_statistics(self.modules.values())
         self.exempt: set[Any] = {storage_key(statistic) for statistic in statistics}
+        self.sharded = any(
+            is_sharded(inner) for module in self.modules.values() for inner in module.modules()
+        )
         for prefix, module in self.modules.items():
             for name, inner in module.named_modules():
                 self.names[id(inner)] = f"{prefix}.{name}" if name else prefix
@@ -171,6 +174,7 @@ class Audit:
         return f"{module or self.segment} ({line})" if line else module or self.segment
 
 
+_FSDP = str(Path(torch.__file__).parent / "distributed" / "fsdp")
 _OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
 
 
@@ -191,7 +195,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:  # noqa: ANN401
         """Look at an operation before and after it runs."""
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, torch._ops.OpOverload) or (self.audit.sharded and called_by_fsdp()):
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func in _BIRTHS:
@@ -283,6 +287,24 @@ class _Recompute(_Watch):  # type: ignore[no-untyped-call]
 
     def differs(self, what: str) -> ActivationCheckpointingError:
         return inexact(self.audit.segment, what, _FIX_RESULT)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 holds the parameters of a module."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+def called_by_fsdp() -> bool:
+    """Whether FSDP runs the current operation, from a hook of a module inside the segment.
+
+    It gathers parameters in forward, and before recomputation rather than in it.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_FSDP):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:  # noqa: ANN401

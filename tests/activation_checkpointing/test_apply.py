@@ -474,3 +474,29 @@ def test_autocast_inside_and_around_backward_and_shared_casts(toy):
             results.append([*losses, *(p.grad for p in model.parameters()), *model.buffers()])
         assert all(map(torch.equal, results[0], results[1]))
         assert all(map(torch.equal, results[0], results[2]))
+
+
+@pytest.mark.parametrize("mode", ["stage", "selective", "layer"])
+def test_a_step_can_be_traced_on_fake_tensors(mode, toy):
+    from torch._subclasses import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        operators = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.operators += func in (torch.ops.aten.convolution.default, torch.ops.aten.addmm.default)
+            return func(*args, **(kwargs or {}))
+
+    counts = []
+    for chosen in ("none", mode):
+        with FakeTensorMode():
+            model = toy()
+            apply_activation_checkpointing(model, plan_of(chosen, model), audit="always")
+            with Count() as count:
+                logits = model(torch.rand(2, 3, 16, 16))
+                logits.sum().backward()
+        assert logits.shape == (2, 5, 16, 16)
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        counts.append(count.operators)
+    assert counts[0] < counts[1]
