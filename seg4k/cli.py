@@ -2,6 +2,7 @@
 
 import base64
 import difflib
+import importlib
 import os
 import platform
 import re
@@ -21,6 +22,7 @@ USAGE = """seg4k VERB [overrides]
   plan        what a run will cost, and the plan that fits: seg4k plan experiment=vitb_4k device=rtx4090
   report      judge the runs below a directory: seg4k report outputs/granularity/sweep_...
   evaluate    score a checkpoint: seg4k evaluate checkpoint=FILE data=folder data.root=FOLDER
+  export      write ONNX and torch.export files: seg4k export checkpoint=FILE output=FOLDER
 
 Every override is KEY=VALUE of the configuration in conf/, or GROUP=NAME of one of its groups.
 Exit status: 0 success, 2 a mistake in the command or the data, 3 a plan that does not fit,
@@ -194,13 +196,19 @@ def _sweep_subdirectory(overrides: Sequence[str]) -> str:
     return f"hydra.sweep.subdir='{'/'.join(parts) or '${hydra:job.num}'}'"
 
 
-def _evaluate(overrides: Sequence[str]) -> int:
-    def task(config: Mapping[str, Any], _: Path) -> None:
-        from seg4k.inference.evaluate import evaluate
+def _verb(name: str, module: str) -> Callable[[Sequence[str]], int]:
+    """The verb whose configuration is conf/`name`.yaml and whose work is `run` of a module."""
 
-        evaluate(config)
+    def verb(overrides: Sequence[str]) -> int:
+        statuses: list[int] = []
 
-    return run_with_config(task, overrides, "evaluate")
+        def task(config: Mapping[str, Any], _: Path) -> None:
+            statuses.append(importlib.import_module(module).run(config))
+
+        run_with_config(task, overrides, name)
+        return max(statuses, default=0)
+
+    return verb
 
 
 def _report(arguments: Sequence[str]) -> int:
@@ -375,5 +383,6 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "plan": _plan,
     "report": _report,
-    "evaluate": _evaluate,
+    "evaluate": _verb("evaluate", "seg4k.inference.evaluate"),
+    "export": _verb("export", "seg4k.inference.export"),
 }

@@ -47,6 +47,27 @@ def read_mask(path: Path | str) -> Mask:
     return mask
 
 
+def list_images(source: Path | str) -> list[Path]:
+    """A file, or the images of a folder and its subfolders in the order of their paths.
+
+    Raises:
+        UserError: where there is none.
+    """
+    source = Path(source)
+    if source.is_file():
+        return [source]
+    if not source.is_dir():
+        raise UserError(f"{source}: no such file or folder")
+    found = sorted(
+        path
+        for path in source.rglob("*")
+        if path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
+    )
+    if not found:
+        raise UserError(f"The folder {source} holds no {'/'.join(SUFFIXES)} files; give another.")
+    return found
+
+
 def header_size(path: Path | str) -> tuple[int, int] | None:
     """Height and width from the file's header, without decoding; None where it cannot be understood."""
     from PIL import Image as PillowImage

@@ -51,21 +51,24 @@ def read_window(scene: Scene, window: Window, ignore_index: int) -> tuple[Image,
     What lies beyond the scene is black in the image and `ignore_index` in the mask.
     """
     image, mask = scene.arrays()
+    return crop(image, window), crop(mask, window, ignore_index)
+
+
+def crop(pixels: NDArray[Any], window: Window, fill: int = 0) -> NDArray[Any]:
+    """A window of an array (H, W) or (H, W, C), not to be written to; `fill` lies beyond the array."""
     top, left = max(window.top, 0), max(window.left, 0)
-    bottom = min(window.top + window.height, mask.shape[0])
-    right = min(window.left + window.width, mask.shape[1])
+    bottom = min(window.top + window.height, pixels.shape[0])
+    right = min(window.left + window.width, pixels.shape[1])
     if (bottom - top, right - left) == (window.height, window.width):
-        return image[top:bottom, left:right], mask[top:bottom, left:right]
-    wide_image = np.zeros((window.height, window.width, image.shape[2]), image.dtype)
-    wide_mask = np.full((window.height, window.width), ignore_index, mask.dtype)
+        return pixels[top:bottom, left:right]
+    wide = np.full((window.height, window.width, *pixels.shape[2:]), fill, pixels.dtype)
     if bottom > top and right > left:
         inside = (
             slice(top - window.top, bottom - window.top),
             slice(left - window.left, right - window.left),
         )
-        wide_image[inside] = image[top:bottom, left:right]
-        wide_mask[inside] = mask[top:bottom, left:right]
-    return wide_image, wide_mask
+        wide[inside] = pixels[top:bottom, left:right]
+    return wide
 
 
 @dataclass

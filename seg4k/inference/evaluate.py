@@ -27,6 +27,12 @@ from seg4k.training.pictures import draw_samples
 SCHEMA = 1
 
 
+def run(config: Mapping[str, Any]) -> int:
+    """The verb: `evaluate`, with an exit status."""
+    evaluate(config)
+    return 0
+
+
 def evaluate(config: Mapping[str, Any]) -> dict[str, Any]:
     """Evaluate, print a table, and write evaluation.json, confusion.png and worst.png.
 

@@ -1,0 +1,307 @@
+"""`seg4k export`: a checkpoint as ONNX and as torch.export, verified at once on real images."""
+
+import importlib
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import seg4k
+from seg4k.data.build import build_datamodule
+from seg4k.data.images import list_images, read_image
+from seg4k.data.samples import to_sample
+from seg4k.data.scenes import Window, crop
+from seg4k.errors import UserError
+from seg4k.files import atomic_path, write_json
+from seg4k.inference.evaluate import data_settings
+from seg4k.inference.segmenter import Segmenter, load_segmenter
+
+SCHEMA = 1
+OPSET = 18
+LEAST_AGREEMENT = 0.999
+_INSTALL = "pip install 'seg4k[export]'"
+# Protocol buffers end at 2 GiB; beyond, ONNX needs several files.
+_LARGEST_ONNX = 2 * 2**30 - 2**26
+
+
+@dataclass(frozen=True)
+class Verified:
+    """How an exported file compares with the model on the same images.
+
+    Attributes:
+        file: what was compared.
+        shapes: of the batches, (B, C, H, W).
+        max_difference: largest absolute difference of two logits.
+        largest_logit: largest absolute logit of the model, to judge the difference by.
+        agreement: share of pixels whose label is the same.
+    """
+
+    file: str
+    shapes: list[list[int]]
+    max_difference: float
+    largest_logit: float
+    agreement: float
+
+
+def run(config: Mapping[str, Any]) -> int:
+    """Export, verify, print both; the exit status is 1 where labels agree on under 99.9% of the pixels.
+
+    Raises:
+        UserError: a mistake in the configuration, or a package that is missing.
+    """
+    onnx_path, torch_path, report_path = _targets(config["output"])
+    if onnx_path is not None:
+        _require_onnx()
+    # Exported in fp32: whoever runs the file chooses what to make of it.
+    segmenter = load_segmenter(config["checkpoint"], "cpu", "fp32")
+    images = _images(segmenter, config["images"], config["count"])
+    size = _fixed_size(config["size"], segmenter.model.encoder.patch_size)
+    program, dynamic = _program(segmenter, size)
+    about = describe(segmenter, None if dynamic else _size_of(program))
+    batches = _batches(images, segmenter, None if dynamic else _size_of(program))
+
+    checks: list[Verified] = []
+    if torch_path is not None:
+        with atomic_path(torch_path) as temporary, _quiet():
+            torch.export.save(program, temporary, extra_files={"seg4k.json": json.dumps(about)})
+        checks.append(_verify_torch(torch_path, segmenter, batches))
+    if onnx_path is not None:
+        _save_onnx(onnx_path, program, segmenter, about)
+        checks.append(_verify_onnx(onnx_path, segmenter, batches))
+    good = all(check.agreement >= LEAST_AGREEMENT for check in checks)
+    if report_path is not None:
+        report = {"schema": SCHEMA, "checkpoint": str(config["checkpoint"]), **about, "passed": good}
+        write_json(report_path, {**report, "verified": [vars(check) for check in checks]})
+    sizes = "any multiple of " + "x".join(map(str, segmenter.model.encoder.patch_size))
+    print(f"input: (batch, {segmenter.in_channels}, height, width), float32 in [0, 1], normalised inside")
+    print(f"size: {sizes if dynamic else 'x'.join(map(str, _size_of(program)))} (height x width); any batch")
+    for check in checks:
+        print(
+            f"{check.file}: max difference {check.max_difference:.2e} of logits up to "
+            f"{check.largest_logit:.3g}, labels agree on {check.agreement:.4%}"
+        )
+    if not good:
+        print(f"FAILED: labels must agree on {LEAST_AGREEMENT:.1%} of the pixels; do not use the file")
+    return 0 if good else 1
+
+
+def describe(segmenter: Segmenter, size: tuple[int, int] | None) -> dict[str, Any]:
+    """What an exported file says of itself: classes, normalisation, what it takes and gives."""
+    encoder = segmenter.model.encoder
+    return {
+        "version": seg4k.__version__,
+        "classes": segmenter.classes.to_dict()["classes"],
+        "ignore_index": segmenter.classes.ignore_index,
+        "normalisation": {"mean": list(encoder.mean), "std": list(encoder.std), "inside": True},
+        "encoder": segmenter.config["model"]["encoder"]["name"],
+        "input": {
+            "name": "image",
+            "layout": "batch, channels, height, width",
+            "type": "float32 in [0, 1], colours in the order RGB",
+            "size": list(size) if size else None,
+            "size_multiple": list(encoder.patch_size),
+        },
+        "output": {"name": "logits", "layout": "batch, classes, height, width", "label": "argmax of classes"},
+    }
+
+
+def _targets(output: str | None) -> tuple[Path | None, Path | None, Path | None]:
+    """The paths of the ONNX file, the torch.export file and the report; None for what is not asked for."""
+    if not output:
+        raise UserError("output must be set: a folder (model.onnx and model.pt2), FILE.onnx or FILE.pt2")
+    path = Path(output)
+    if path.suffix == ".onnx":
+        return path, None, None
+    if path.suffix == ".pt2":
+        return None, path, None
+    if path.is_file() or path.suffix in (".pt", ".pth", ".ckpt"):
+        raise UserError(f"output={output}: give a folder, or a file that ends in .onnx or .pt2")
+    return path / "model.onnx", path / "model.pt2", path / "export.json"
+
+
+def _require_onnx() -> None:
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            raise UserError(
+                f"ONNX needs the package {name}: {_INSTALL}, or export for torch only: output=FILE.pt2"
+            ) from None
+
+
+def _fixed_size(value: object, patch: tuple[int, int]) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if (
+        not isinstance(value, (list, tuple))
+        or len(value) != 2
+        or not all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in value)
+    ):
+        raise UserError(f"size={value}: give [height, width] in pixels, or null for any size")
+    height, width = value
+    if height % patch[0] or width % patch[1]:
+        up = [-(-side // step) * step for side, step in zip(value, patch, strict=True)]
+        raise UserError(f"size={list(value)}: must be whole patches of {patch[0]}x{patch[1]}; take size={up}")
+    return height, width
+
+
+def _program(segmenter: Segmenter, size: tuple[int, int] | None) -> tuple[torch.export.ExportedProgram, bool]:
+    """The graph, with any batch and, where `size` is None and the encoder allows it, any size; and which."""
+    from torch.export import Dim
+
+    patch = segmenter.model.encoder.patch_size
+    if size is None:
+        rows, columns = Dim("rows", min=2), Dim("columns", min=2)
+        any_size = {0: Dim("batch"), 2: patch[0] * rows, 3: patch[1] * columns}
+        try:
+            return _trace(segmenter, (4 * patch[0], 6 * patch[1]), any_size), True
+        except Exception as error:  # the exporter's own errors, of many kinds, where a size is baked in
+            reason = str(error).strip().splitlines()[0][:200]
+            size = _whole_patches(segmenter, segmenter.config["data"]["image_size"])
+            print(f"this encoder does not export with any size ({reason})\nfixed to {size[0]}x{size[1]}")
+    return _trace(segmenter, size, {0: Dim("batch")}), False
+
+
+def _trace(segmenter: Segmenter, size: tuple[int, int], dims: Mapping[int, Any]) -> Any:  # noqa: ANN401
+    example = torch.rand(2, segmenter.in_channels, *size)
+    with _quiet(), torch.no_grad():
+        return torch.export.export(segmenter.model, (example,), dynamic_shapes=(dims,))
+
+
+def _size_of(program: torch.export.ExportedProgram) -> tuple[int, int]:
+    assert program.example_inputs is not None
+    (image,) = program.example_inputs[0]
+    return int(image.shape[2]), int(image.shape[3])
+
+
+def _whole_patches(segmenter: Segmenter, size: Any) -> tuple[int, int]:  # noqa: ANN401 - a pair of numbers
+    rows, columns = segmenter.model.encoder.patch_size
+    return max(2, int(size[0]) // rows) * rows, max(2, int(size[1]) // columns) * columns
+
+
+def _save_onnx(
+    path: Path, program: torch.export.ExportedProgram, segmenter: Segmenter, about: Mapping[str, Any]
+) -> None:
+    held = sum(tensor.numel() * tensor.element_size() for tensor in segmenter.model.state_dict().values())
+    if held > _LARGEST_ONNX:
+        raise UserError(
+            f"the model has {held / 2**30:.1f} GiB, ONNX files end at 2 GiB; take output=FILE.pt2"
+        )
+    with _quiet():
+        made = torch.onnx.export(
+            program,
+            (),
+            None,
+            dynamo=True,
+            verbose=False,
+            opset_version=OPSET,
+            input_names=["image"],
+            output_names=["logits"],
+        )
+        assert made is not None
+        made.model.producer_name, made.model.producer_version = "seg4k", seg4k.__version__
+        for key, value in about.items():
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            made.model.metadata_props[f"seg4k.{key}"] = text
+        with atomic_path(path) as temporary:
+            made.save(temporary)
+
+
+def _images(segmenter: Segmenter, source: str | None, count: int) -> list[Tensor]:
+    """Up to `count` real images (C, H, W), float32 in [0, 1]: of `source`, or of the checkpoint's data."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise UserError(f"count={count}: give a whole number from 1 up")
+    if source is not None:
+        arrays = [read_image(path) for path in list_images(source)[:count]]
+    else:
+        try:
+            settings = data_settings({"name": "checkpoint"}, segmenter.config["data"])
+            data = build_datamodule(settings, seed=0, batch_size=1)
+            scenes = data.val_dataset().scenes
+            arrays = [scene.arrays()[0] for scene in scenes[:count]]
+        except UserError as error:
+            raise UserError(
+                f"the data of the checkpoint cannot be read to verify the export ({error}); "
+                "give images=FOLDER, a folder of images of its kind"
+            ) from None
+    size = _whole_patches(segmenter, segmenter.config["data"]["image_size"])
+    tensors = []
+    for number in range(count):
+        array = arrays[number % len(arrays)]
+        if array.shape[2] != segmenter.in_channels:
+            raise UserError(
+                f"the images have {array.shape[2]} channels where the checkpoint takes "
+                f"{segmenter.in_channels}; give images=FOLDER with images of its kind"
+            )
+        # Spread over the diagonal, so that a few images, or one large one, give different windows.
+        place = (number + 0.5) / count
+        top, left = (int(max(0, array.shape[axis] - 2 * size[axis]) * place) for axis in (0, 1))
+        window = Window(top, left, 2 * size[0], 2 * size[1])
+        image: Tensor = to_sample(crop(array, window), crop(array, window)[:, :, 0], "")["image"]
+        tensors.append(image.float() / (255 if image.dtype == torch.uint8 else 1))
+    return tensors
+
+
+def _batches(images: list[Tensor], segmenter: Segmenter, size: tuple[int, int] | None) -> list[Tensor]:
+    """Batches of both sizes and counts: one by one at twice the training size, all at once at that size."""
+    if size is None:
+        size = _whole_patches(segmenter, segmenter.config["data"]["image_size"])
+        return [images[0][None], torch.stack([image[:, : size[0], : size[1]] for image in images])]
+    fitted = [torch.zeros(image.shape[0], *size) for image in images]
+    for whole, image in zip(fitted, images, strict=True):
+        part = image[:, : size[0], : size[1]]
+        whole[:, : part.shape[1], : part.shape[2]] = part
+    return [fitted[0][None], torch.stack(fitted)]
+
+
+def _verify_torch(path: Path, segmenter: Segmenter, batches: list[Tensor]) -> Verified:
+    with _quiet():
+        module = torch.export.load(path).module()
+    return _compare(path.name, segmenter, batches, lambda image: module(image))
+
+
+def _verify_onnx(path: Path, segmenter: Segmenter, batches: list[Tensor]) -> Verified:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+    def logits(image: Tensor) -> Tensor:
+        return torch.from_numpy(session.run(["logits"], {"image": image.numpy()})[0])
+
+    return _compare(path.name, segmenter, batches, logits)
+
+
+@torch.no_grad()
+def _compare(file: str, segmenter: Segmenter, batches: list[Tensor], logits: Any) -> Verified:  # noqa: ANN401
+    difference, largest, same, pixels = 0.0, 0.0, 0, 0
+    for image in batches:
+        expected, got = segmenter.model(image), logits(image)
+        difference = max(difference, float((expected - got).abs().max()))
+        largest = max(largest, float(expected.abs().max()))
+        same += int((expected.argmax(1) == got.argmax(1)).sum())
+        pixels += expected[:, 0].numel()
+    shapes = [list(image.shape) for image in batches]
+    return Verified(file, shapes, difference, largest, same / pixels)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporters warn of their own internals, which no user can mend."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
