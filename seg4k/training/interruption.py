@@ -1,9 +1,9 @@
 """Being told to end: SIGTERM (a scheduler, a spot machine) and SIGUSR1 (SLURM's early warning).
 
 The signal is noted, and the processes agree on it at the end of an optimizer step, or between two batches of
-a validation. They write a checkpoint and end with status 143, that is 128 + SIGTERM, which schedulers take for
-"ended by the signal"; `resume=auto` with the same run directory goes on from there. Before training has begun
-there is nothing to save, and the process ends at once.
+a validation. They write a checkpoint and end with status 143, which is 128 + SIGTERM: schedulers take it for
+"ended by the signal", and `resume=auto` with the same run directory goes on from there. Before training has
+begun there is nothing to save, and the process ends at once.
 """
 
 import signal

@@ -25,6 +25,7 @@ import seg4k
 POLL_SECONDS = 0.5
 # How long a process may take to end by itself after another one failed: time to print its own error.
 GRACE_SECONDS = 15.0
+SETTLE_SECONDS = 3.0
 WORLD_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -46,7 +47,8 @@ class Job:
 
     def to_json(self) -> str:
         """The job for another process."""
-        return json.dumps({key: value for key, value in asdict(self).items() if key != "on_lost"})
+        job = {key: value for key, value in asdict(self).items() if key != "on_lost"}
+        return json.dumps({**job, "parent": os.getpid()})
 
 
 class Launcher(_SubprocessScriptLauncher):
@@ -114,11 +116,20 @@ class Launcher(_SubprocessScriptLauncher):
             if status and self.lost is None:
                 self.lost = f"process {rank} ended with status {status}; its own error is in the output"
 
+    def failure(self) -> str | None:
+        """What is known of a process that failed, once those that are about to have had the time."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        self._look()
+        while self.procs and self.lost is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+            self._look()
+        return self.lost
+
     def end(self, *, failed: bool) -> None:
         """Wait for the other processes; where this one failed, or they take too long, kill them."""
         self._look()
         self._ended.set()
-        deadline = time.monotonic() + (3.0 if failed else 60.0)
+        deadline = time.monotonic() + (SETTLE_SECONDS if failed else 60.0)
         for process in self.procs:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
@@ -132,9 +143,8 @@ class Launcher(_SubprocessScriptLauncher):
                 process.kill()
 
 
-def end_with_parent() -> None:
-    """End this process when the one that started it is gone, whatever it is doing."""
-    parent = os.getppid()
+def end_with_parent(parent: int) -> None:
+    """End this process when `parent`, the one that started it, is gone, whatever this one is doing."""
 
     def watch() -> None:
         while os.getppid() == parent:

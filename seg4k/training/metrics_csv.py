@@ -13,7 +13,7 @@ from seg4k.files import write_text
 
 
 class MetricsCsv(Logger):
-    """Writes each line as it comes. Columns: step (optimizer steps done), epoch, then the metrics.
+    """Writes each line as it comes. Columns: step (optimizer steps done), then the metrics.
 
     Args:
         path: the file.
@@ -24,7 +24,7 @@ class MetricsCsv(Logger):
     def __init__(self, path: Path, resumed_step: int | None = None) -> None:
         super().__init__()
         self.path = path
-        self.columns: list[str] = ["step", "epoch"]
+        self.columns: list[str] = ["step"]
         self.rows: list[dict[str, str]] = []
         self._resumed_step = resumed_step
         self._begun = False
@@ -49,7 +49,6 @@ class MetricsCsv(Logger):
         if not self._begun:
             self._begin()
         row = {"step": str(step), **{key: repr(float(value)) for key, value in metrics.items()}}
-        row["epoch"] = str(int(metrics["epoch"])) if "epoch" in metrics else ""
         self.rows.append(row)
         new = [key for key in row if key not in self.columns]
         self.columns += new

@@ -186,7 +186,7 @@ class SegmentationModule(LightningModule):
     def _write(self, values: Mapping[str, float], step: int) -> None:
         """Write a line to every logger, under the number of optimizer steps done."""
         for writer in self.trainer.loggers:
-            writer.log_metrics({"epoch": self.trainer.current_epoch, **values}, step=step)
+            writer.log_metrics(dict(values), step=step)
 
     def on_validation_epoch_start(self) -> None:
         """Start counting anew."""

@@ -14,7 +14,7 @@ from seg4k.training.launch import end_with_parent
 def main() -> int:
     """Run the job and return the exit status."""
     job = json.load(sys.stdin)
-    end_with_parent()
+    end_with_parent(job["parent"])
     logging.basicConfig(level=logging.WARNING)
     from seg4k.training.train import train
 

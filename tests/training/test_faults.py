@@ -1,0 +1,287 @@
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from seg4k.errors import UserError
+from seg4k.training.checkpoints import find_checkpoint
+from seg4k.training.metrics_csv import MetricsCsv
+from seg4k.training.train import train
+from tests.helpers import make_folder, smoke
+from tests.training.runs import TWO, card, children, first_step, run, start, weights_hash
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def unbroken(root, tmp_path_factory):
+    """A run that was never killed."""
+    directory = tmp_path_factory.mktemp("unbroken") / "run"
+    run(root, directory)
+    return directory
+
+
+def kill_at_random(root, directory, moment, *overrides):
+    """Start, kill `moment` seconds after the first step, and say how far its checkpoints had come."""
+    process = start(root, directory, "resume=auto", *overrides)
+    first_step(process)
+    time.sleep(moment)
+    process.kill()
+    process.communicate()
+    return sorted(path.stem for path in (directory / "checkpoints").glob("*.ckpt"))
+
+
+def check_killed(root, directory, unbroken, moments, *overrides):
+    found = [(moment, kill_at_random(root, directory, moment, *overrides)) for moment in moments]
+    run(root, directory, "resume=auto", *overrides)
+    resumed = card(directory)["faults"]["resumed_from_step"]
+    print(f"killed {found}, resumed from {resumed}, weights {weights_hash(directory)[:16]}")
+    assert weights_hash(directory) == weights_hash(unbroken)
+    assert (directory / "metrics.csv").read_text() == (unbroken / "metrics.csv").read_text()
+    assert card(directory)["metrics"] == card(unbroken)["metrics"]
+    assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt"]
+
+
+def test_killed_at_random_moments_a_run_ends_with_the_same_bits(root, unbroken, tmp_path):
+    draw = random.Random(0)
+    check_killed(root, tmp_path / "run", unbroken, [draw.uniform(0.0, 0.4) for _ in range(3)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_killed_twice_at_twenty_random_moments(root, unbroken, tmp_path, seed):
+    draw = random.Random(seed)
+    check_killed(root, tmp_path / "run", unbroken, [draw.uniform(0.0, 0.8) for _ in range(2)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_killed_with_two_processes(root, tmp_path, strategy):
+    overrides = (f"strategy={strategy}", *TWO)
+    run(root, tmp_path / "unbroken", *overrides)
+    check_killed(root, tmp_path / "run", tmp_path / "unbroken", [0.2, 0.7], *overrides)
+
+
+def test_told_to_end_it_saves_says_143_and_goes_on_exactly(root, unbroken, tmp_path):
+    process = start(root, tmp_path / "run", "resume=auto")
+    first_step(process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, output
+    assert card(tmp_path / "run")["status"] == "interrupted"
+    assert "SIGTERM after optimizer step" in card(tmp_path / "run")["error"]
+    run(root, tmp_path / "run", "resume=auto")
+    assert weights_hash(tmp_path / "run") == weights_hash(unbroken)
+    assert (tmp_path / "run" / "metrics.csv").read_text() == (unbroken / "metrics.csv").read_text()
+    assert "nothing to do" in run(root, tmp_path / "run", "resume=auto")
+
+
+@linux
+def test_any_process_may_be_told_to_end(root, tmp_path):
+    process = start(root, tmp_path / "run", "strategy=ddp", *TWO)
+    first_step(process)
+    os.kill(children(process)[0], signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, output
+    assert card(tmp_path / "run")["status"] == "interrupted"
+    assert list((tmp_path / "run" / "checkpoints").glob("step_*.ckpt"))
+
+
+@linux
+def test_a_process_that_dies_ends_the_others_and_is_named(root, tmp_path):
+    process = start(root, tmp_path / "run", "strategy=ddp", *TWO)
+    first_step(process)
+    began = time.monotonic()
+    os.kill(children(process)[0], signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode not in (0, 2, 143), output
+    assert time.monotonic() - began < 60
+    assert card(tmp_path / "run")["status"] == "failed"
+    assert "process 1 ended with status -9" in card(tmp_path / "run")["error"]
+
+
+@linux
+@pytest.mark.slow
+def test_no_process_outlives_the_first(root, tmp_path):
+    process = start(root, tmp_path / "run", "strategy=ddp", *TWO)
+    first_step(process)
+    other = children(process)[0]
+    process.kill()
+    process.communicate()
+    for _ in range(100):
+        if not Path(f"/proc/{other}").exists():
+            return
+        time.sleep(0.1)
+    raise AssertionError("the second process is still there")
+
+
+def test_a_full_disk_is_told_and_leaves_the_last_checkpoint(root, tmp_path):
+    process = start(root, tmp_path / "run", "trainer.max_steps=400", "trainer.checkpoint_every_steps=3")
+    first_step(process)
+    while not list((tmp_path / "run" / "checkpoints").glob("step_*.ckpt")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    kept = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    size = kept[0].stat().st_size
+    output = run(root, tmp_path / "run", "resume=auto", file_size=size // 2, status=2)
+    assert "no space left" in output
+    assert "resume=auto" in output
+    assert "Traceback" not in output
+    assert set(kept) <= set((tmp_path / "run" / "checkpoints").iterdir())
+    assert not [path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.startswith(".")]
+    assert card(tmp_path / "run")["status"] == "failed"
+    assert find_checkpoint({**smoke(root), "resume": "auto"}, tmp_path / "run")
+
+
+@pytest.fixture
+def stopped(root, tmp_path, monkeypatch):
+    """A run that failed after step 5, with checkpoints of steps 2 and 4."""
+    config = smoke(
+        root, "trainer.max_steps=8", "trainer.checkpoint_every_steps=2", "trainer.val_every_steps=8"
+    )
+    from seg4k.training.module import SegmentationModule
+
+    step = SegmentationModule.training_step
+
+    def fail(self, batch, index):
+        if self.trainer.global_step == 5:
+            raise RuntimeError("a fault")
+        return step(self, batch, index)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentationModule, "training_step", fail)
+        with pytest.raises(RuntimeError, match="a fault"):
+            train(config, tmp_path / "run", "")
+    return {**config, "resume": "auto"}, tmp_path / "run"
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, truncate, lambda path: path.write_bytes(b"")])
+def test_a_damaged_checkpoint_is_passed_over(stopped, damage, caplog):
+    config, directory = stopped
+    damage(directory / "checkpoints" / "step_00000004.ckpt")
+    result = train(config, directory, "")
+    assert result["status"] == "completed"
+    assert result["faults"]["resumed_from_step"] == 2
+    assert "step_00000004.ckpt is damaged and passed over" in caplog.text
+
+
+def test_when_all_are_damaged_nothing_is_begun_anew_unasked(stopped):
+    config, directory = stopped
+    for path in (directory / "checkpoints").glob("step_*.ckpt"):
+        truncate(path)
+    with pytest.raises(UserError, match="every checkpoint"):
+        train(config, directory, "")
+
+
+def test_an_unfinished_run_is_not_overwritten(stopped):
+    config, directory = stopped
+    with pytest.raises(UserError, match="resume=auto, or remove them"):
+        train({**config, "resume": "none"}, directory, "")
+
+
+def test_going_on_with_other_settings_is_said(stopped, caplog):
+    config, directory = stopped
+    train({**config, "optimizer": {**config["optimizer"], "lr": 0.5}}, directory, "")
+    assert "other values of optimizer.lr" in caplog.text
+
+
+def test_a_named_checkpoint_is_gone_on_from(stopped, tmp_path):
+    config, directory = stopped
+    path = directory / "checkpoints" / "step_00000002.ckpt"
+    result = train({**config, "resume": str(path)}, tmp_path / "other", "")
+    assert result["faults"]["resumed_from_step"] == 2
+    with pytest.raises(UserError, match="no such file"):
+        train({**config, "resume": str(tmp_path / "nowhere.ckpt")}, tmp_path / "third", "")
+
+
+def test_a_run_directory_named_by_the_time_is_never_found_again(root, tmp_path):
+    config = {**smoke(root), "resume": "auto"}
+    with pytest.raises(UserError, match=r"hydra\.run\.dir"):
+        train(config, tmp_path / "2025-01-31_12-00-00", "")
+
+
+def poison(monkeypatch, steps):
+    from seg4k.training.module import SegmentationModule
+
+    step = SegmentationModule.training_step
+
+    def nan(self, batch, index):
+        loss = step(self, batch, index)
+        if self.trainer.global_step in steps:
+            self.global_batch._sums = self.global_batch._sums * torch.nan
+            return loss * torch.nan
+        return loss
+
+    monkeypatch.setattr(SegmentationModule, "training_step", nan)
+
+
+def test_a_loss_that_is_no_number_stops_the_run(root, tmp_path, monkeypatch):
+    poison(monkeypatch, {2})
+    config = smoke(
+        root, "trainer.max_steps=6", "trainer.val_every_steps=6", "trainer.checkpoint_every_steps=1"
+    )
+    with pytest.raises(UserError, match=r"loss is nan in optimizer step 3.*on_nan=skip"):
+        train(config, tmp_path, "")
+    content = torch.load(tmp_path / "checkpoints" / "step_00000002.ckpt", weights_only=True)
+    assert all(torch.isfinite(value).all() for value in content["state_dict"].values())
+
+
+def test_or_the_step_is_skipped_and_counted(root, tmp_path, monkeypatch):
+    poison(monkeypatch, {2, 3})
+    monkeypatch.setattr("seg4k.training.checkpoints.KEPT", 6)
+    monkeypatch.setattr("seg4k.training.checkpoints.Checkpoints.finish", lambda *_: None)
+    config = smoke(
+        root,
+        "trainer.max_steps=6",
+        "trainer.val_every_steps=6",
+        "trainer.checkpoint_every_steps=1",
+        "trainer.on_nan=skip",
+    )
+    result = train(config, tmp_path, "")
+    assert result["faults"]["skipped_steps"] == 2
+    assert result["status"] == "completed"
+    before, after, later = (
+        torch.load(tmp_path / "checkpoints" / f"step_{step:08d}.ckpt", weights_only=True)["state_dict"]
+        for step in (2, 4, 5)
+    )
+    # Running statistics of batch norms too; their counters count forward passes.
+    names = [name for name in before if "num_batches_tracked" not in name]
+    assert all(torch.equal(before[name], after[name]) for name in names)
+    assert not any(torch.equal(before[name], later[name]) for name in names if name.endswith("running_mean"))
+
+
+def test_metrics_go_on_where_the_checkpoint_was_written(tmp_path):
+    path = tmp_path / "metrics.csv"
+    first = MetricsCsv(path)
+    for step in (1, 2, 3):
+        first.log_metrics({"train_loss": step / 10}, step)
+    first.log_metrics({"val_miou": 0.5, "val_loss": 1.0}, 3)
+    first.log_metrics({"train_loss": 0.4}, 4)
+    whole = path.read_text()
+    path.write_text(whole + "5,0.")  # killed in the middle of a line
+    again = MetricsCsv(path, resumed_step=3)
+    again.log_metrics({"val_miou": 0.5, "val_loss": 1.0}, 3)
+    again.log_metrics({"train_loss": 0.4}, 4)
+    assert path.read_text() == whole
