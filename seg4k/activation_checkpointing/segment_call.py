@@ -205,7 +205,7 @@ def _needs_gradient(tensors: Sequence[Tensor], modules: Mapping[str, nn.Module])
 
 def compiled_segment(
     state: SegmentState,
-    modules: Mapping[str, nn.Module],
+    modules: nn.Module | Mapping[str, nn.Module],
     body: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -214,7 +214,8 @@ def compiled_segment(
 
     The compiler traces the segment once, as a function without side effects; what the guards look for, it
     either refuses or makes right. Offload cannot be traced: such a segment runs in eager mode, between two
-    graphs, and with `fullgraph=True` torch refuses, naming the function below.
+    graphs, and with `fullgraph=True` torch refuses, naming the function below. A segment's name is not looked
+    at, so that equal segments share one graph.
     """
     if state.policy is Policy.OFFLOAD:
         return offload_cannot_be_compiled(state, modules, body, args, kwargs)
@@ -226,10 +227,12 @@ def compiled_segment(
 @_disable_dynamo
 def offload_cannot_be_compiled(
     state: SegmentState,
-    modules: Mapping[str, nn.Module],
+    modules: nn.Module | Mapping[str, nn.Module],
     body: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:  # noqa: ANN401
     """Run an offloaded segment in eager mode while the rest of the model is compiled."""
+    if isinstance(modules, nn.Module):
+        modules = {state.name: modules}
     return run_segment(state, modules, body, args, kwargs)

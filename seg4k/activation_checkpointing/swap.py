@@ -62,7 +62,7 @@ def _segment_class(plain: ModuleClass) -> ModuleClass:
             if state is None or runs_plainly(self):
                 return super().forward(*args, **kwargs)
             if torch.compiler.is_compiling():
-                return compiled_segment(state, {state.name: self}, super().forward, args, kwargs)
+                return compiled_segment(state, self, super().forward, args, kwargs)
             return run_segment(state, {state.name: self}, super().forward, args, kwargs)
 
         def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401
