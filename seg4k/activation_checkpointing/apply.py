@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from seg4k.activation_checkpointing.audit import is_sharded
 from seg4k.activation_checkpointing.plan import Plan
 from seg4k.activation_checkpointing.runs import Membership, RunState
 from seg4k.activation_checkpointing.segment_call import AUDITS, AuditMode, SegmentState
 from seg4k.activation_checkpointing.segments import members, segments_of, unknown_segment
 from seg4k.activation_checkpointing.swap import swap_in_member, swap_in_segment, swap_out
+from seg4k.activation_checkpointing.watching import is_sharded
 from seg4k.errors import UserError
 
 logger = logging.getLogger(__name__)

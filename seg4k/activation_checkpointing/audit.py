@@ -4,7 +4,7 @@ What the guard of every step cannot see, because no version counter tells of it 
 input of the segment, the audit finds:
 
 - an operation in the segment that writes to memory born outside it (an input, a closure, a buffer, `.data`);
-- memory born outside, read in the segment, that holds something else when it is recomputed;
+- memory born outside, read in the segment, that holds something else when the segment is recomputed;
 - an operation that gives another result in recomputation (Python's `random`, numpy, an explicit generator, a
   counter).
 
@@ -13,21 +13,20 @@ It keeps numbers, not tensors, and so costs time only.
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from seg4k.activation_checkpointing.errors import ActivationCheckpointingError, inexact
 from seg4k.activation_checkpointing.fingerprint import Fingerprint, can_be_read, fingerprint, storage_key
 from seg4k.activation_checkpointing.norms import running_statistics
-from seg4k.activation_checkpointing.watching import unwatched
+from seg4k.activation_checkpointing.watching import Watch, is_sharded, unwatched
 
 _FIX_WRITE = (
     "Recomputing would do it twice, or start from what it left. Write it out of place inside the segment "
@@ -45,12 +44,6 @@ _FIX_RESULT = (
     "activation_checkpointing=plan"
 )
 
-_CASTS = {torch.ops.aten._to_copy.default}
-_UNDEFINED = ("aten::empty", "aten::new_empty", "aten::resize")
-"""Operators whose result has no defined content."""
-_BIRTHS = {torch.ops.aten.lift_fresh.default}
-"""Operators whose result was just made from Python values, though its memory comes from their argument."""
-
 
 @dataclass
 class Outside:
@@ -58,24 +51,23 @@ class Outside:
 
     label: str
     where: str
-    storage: int
-    weak_storage: Any
+    memory: StorageWeakRef
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     content: Fingerprint
 
-    def now(self) -> Tensor | None:
-        """The same memory now, or None once it is freed."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.weak_storage.cdata)
+    def now(self) -> Fingerprint | None:
+        """The same memory's content now, or None once it is freed."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.memory.cdata)
         if storage is None:
             return None
         extent = 1 + self.offset + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
         if storage.nbytes() < extent * self.dtype.itemsize:
             return None  # sharded parameters give their memory back in between
         flat = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return flat.set_(storage, self.offset, self.size, self.stride)
+        return fingerprint(flat.set_(storage, self.offset, self.size, self.stride))
 
 
 @dataclass
@@ -86,8 +78,14 @@ class Step:
     where: str
     contents: list[Fingerprint | None]
 
+    def gave(self, operator: str, contents: Sequence[Fingerprint | None]) -> bool:
+        """Whether it is this operator with these results."""
+        return self.operator == operator and all(
+            mine is None or other is None or mine.matches(other)
+            for mine, other in zip(self.contents, contents, strict=True)
+        )
 
-@dataclass
+
 class Audit:
     """What one call of a segment did, for comparison with its recomputation.
 
@@ -96,38 +94,36 @@ class Audit:
         modules: the modules of the segment (one, or those of a run) by full name.
     """
 
-    segment: str
-    modules: Mapping[str, nn.Module]
-    inputs: list[Fingerprint | None] = field(default_factory=list)
-    outside: dict[Any, Outside] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.names: dict[int, str] = {}
-        self.labels: dict[Any, str] = {}
-        statistics = running_statistics(self.modules.values())
-        self.exempt: set[Any] = {storage_key(statistic) for statistic in statistics}
-        self.sharded = any(
-            is_sharded(inner) for module in self.modules.values() for inner in module.modules()
-        )
-        for prefix, module in self.modules.items():
+    def __init__(self, segment: str, modules: Mapping[str, nn.Module]) -> None:
+        self.segment = segment
+        self.inputs: list[Fingerprint | None] = []
+        self.outside: dict[Any, Outside] = {}
+        self.steps: list[Step] = []
+        self.exempt = {storage_key(statistic) for statistic in running_statistics(modules.values())}
+        self.sharded = any(is_sharded(inner) for module in modules.values() for inner in module.modules())
+        self._names: dict[nn.Module, str] = {}
+        self._labels: dict[Any, str] = {}
+        self._running: list[str] = []
+        for prefix, module in modules.items():
             for name, inner in module.named_modules():
-                self.names[id(inner)] = f"{prefix}.{name}" if name else prefix
-            for kind, tensors in (
-                ("parameter", module.named_parameters()),
-                ("buffer", module.named_buffers()),
-            ):
-                for name, tensor in tensors:
-                    self.labels[storage_key(tensor)] = f"the {kind} {prefix}.{name}"
+                self._names[inner] = f"{prefix}.{name}" if name else prefix
+            for name, parameter in module.named_parameters():
+                self._labels[storage_key(parameter)] = f"the parameter {prefix}.{name}"
+            for name, buffer in module.named_buffers():
+                self._labels[storage_key(buffer)] = f"the buffer {prefix}.{name}"
 
     @contextmanager
     def forward(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Record the operations of the block."""
+        """Record the operations of the block.
+
+        Raises:
+            ActivationCheckpointingError: where one writes to memory born outside the block.
+        """
         with unwatched():
             self.inputs = [fingerprint(tensor) for tensor in tensors]
-        for index, tensor in enumerate(tensors, start=1):
-            self.labels.setdefault(storage_key(tensor), f"its input {index} of {len(tensors)}")
-        with _Forward(self):
+        for position, tensor in enumerate(tensors, start=1):
+            self._labels.setdefault(storage_key(tensor), f"its input {position} of {len(tensors)}")
+        with self._module_names(), _Forward(self):
             yield
 
     @contextmanager
@@ -138,116 +134,68 @@ class Audit:
             ActivationCheckpointingError: at the first difference.
         """
         with unwatched():
-            for index, (tensor, then) in enumerate(zip(tensors, self.inputs, strict=True), start=1):
-                now = fingerprint(tensor)
-                if then is not None and now is not None and not now.matches(then):
-                    raise inexact(
-                        self.segment,
-                        f"its input {index} of {len(tensors)} holds other values in backward than when the "
-                        "segment took it",
-                        _FIX_READ,
-                    )
+            for position, (tensor, then) in enumerate(zip(tensors, self.inputs, strict=True), start=1):
+                self._compare(then, fingerprint(tensor), f"its input {position} of {len(tensors)}")
             for read in self.outside.values():
-                tensor_now = read.now()
-                now = None if tensor_now is None else fingerprint(tensor_now)
-                if now is not None and not now.matches(read.content):
-                    raise inexact(
-                        self.segment,
-                        f"{read.label}, read in {read.where}, holds other values in backward than when the "
-                        "segment read it",
-                        _FIX_READ,
-                    )
-        with _Recompute(self):
+                self._compare(read.content, read.now(), f"{read.label}, read in {read.where},")
+        with self._module_names(), _Recompute(self):
             yield
 
+    def _compare(self, then: Fingerprint | None, now: Fingerprint | None, what: str) -> None:
+        if then is not None and now is not None and not now.matches(then):
+            raise inexact(
+                self.segment,
+                f"{what} holds other values in backward than when the segment took it",
+                _FIX_READ,
+            )
+
+    def label(self, tensor: Tensor) -> str:
+        """What to call memory born outside."""
+        return self._labels.get(storage_key(tensor), "a tensor born outside it")
+
     def where(self) -> str:
-        """The innermost module of the segment that is running, and the line of code."""
-        frame = sys._getframe(1)
-        module = line = None
-        while frame is not None and (module is None or line is None):
-            file = frame.f_code.co_filename
-            if line is None and not file.startswith(_OWN):
-                line = f"{Path(file).name}:{frame.f_lineno}"
-            if module is None:
-                module = self.names.get(id(frame.f_locals.get("self")))
-            frame = frame.f_back  # type: ignore[assignment]
-        return f"{module or self.segment} ({line})" if line else module or self.segment
+        """The module of the segment that is running."""
+        return self._running[-1] if self._running else self.segment
+
+    @contextmanager
+    def _module_names(self) -> Iterator[None]:
+        """Know in the block which module of the segment is running."""
+
+        def enter(module: nn.Module, *_: object) -> None:
+            if module in self._names:
+                self._running.append(self._names[module])
+
+        def leave(module: nn.Module, *_: object) -> None:
+            if module in self._names and self._running:
+                self._running.pop()
+
+        with ExitStack() as stack:
+            self._running.clear()
+            stack.callback(register_module_forward_pre_hook(enter).remove)
+            stack.callback(register_module_forward_hook(leave, always_call=True).remove)
+            yield
 
 
-_FSDP = str(Path(torch.__file__).parent / "distributed" / "fsdp")
-_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
-
-
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What both passes have in common: telling memory born inside from memory born outside."""
-
+class _Forward(Watch):  # type: ignore[no-untyped-call]
     def __init__(self, audit: Audit) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(audit.exempt, audit.sharded)
         self.audit = audit
-        self.inside: set[Any] = set()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        """Look at an operation before and after it runs."""
-        kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload) or (self.audit.sharded and called_by_fsdp()):
-            return func(*args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if func in _BIRTHS:
-            self.inside |= {storage_key(tensor) for tensor in tensors}
-        from_outside = [tensor for tensor in tensors if self.is_outside(tensor)]
-        written = written_by(func, args, kwargs)
-        self.before(func, from_outside, written)
-        result = func(*args, **kwargs)
-        keys = {storage_key(tensor) for tensor in tensors}
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.inside |= {storage_key(tensor) for tensor in made} - keys
-        if is_telling(func, from_outside):
-            fresh = [tensor for tensor in made if storage_key(tensor) not in keys or func in _BIRTHS]
-            changed = [tensor for tensor in written if storage_key(tensor) not in self.audit.exempt]
-            if fresh or changed:
-                with unwatched():
-                    self.after(func, [fingerprint(tensor) for tensor in (*fresh, *changed)])
-        return result
-
-    def is_outside(self, tensor: Tensor) -> bool:
-        key = storage_key(tensor)
-        return key is not None and key not in self.inside and key not in self.audit.exempt
-
-    def before(self, func: Any, from_outside: list[Tensor], written: list[Tensor]) -> None:  # noqa: ANN401
-        pass
-
-    def after(self, func: Any, contents: list[Fingerprint | None]) -> None:  # noqa: ANN401
-        pass
-
-
-class _Forward(_Watch):  # type: ignore[no-untyped-call]
-    def before(self, func: Any, from_outside: list[Tensor], written: list[Tensor]) -> None:  # noqa: ANN401
+    def before(self, func: Any, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:  # noqa: ANN401
         audit = self.audit
         for tensor in written:
-            if self.is_outside(tensor):
-                label = audit.labels.get(storage_key(tensor), "a tensor born outside it")
-                raise inexact(
-                    audit.segment,
-                    f"{func} in {audit.where()} changes {label} in place",
-                    _FIX_WRITE,
-                )
-        for tensor in from_outside:
+            raise inexact(
+                audit.segment,
+                f"{func} in {audit.where()}{_line()} changes {audit.label(tensor)} in place",
+                _FIX_WRITE,
+            )
+        for tensor in read:
             key = (storage_key(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
-            if key in audit.outside or not can_be_read(tensor):
-                continue
-            with unwatched():
-                content = fingerprint(tensor)
+            content = fingerprint(tensor) if key not in audit.outside and can_be_read(tensor) else None
             if content is not None:
                 audit.outside[key] = Outside(
-                    audit.labels.get(key[0], "a tensor born outside it"),
+                    audit.label(tensor),
                     audit.where(),
-                    key[0],
                     StorageWeakRef(tensor.untyped_storage()),  # type: ignore[no-untyped-call]
                     tensor.dtype,
                     tuple(tensor.shape),
@@ -260,71 +208,40 @@ class _Forward(_Watch):  # type: ignore[no-untyped-call]
         self.audit.steps.append(Step(str(func), self.audit.where(), contents))
 
 
-class _Recompute(_Watch):  # type: ignore[no-untyped-call]
+class _Recompute(Watch):  # type: ignore[no-untyped-call]
+    """Finds each operation again among those of the forward pass, in order.
+
+    Some may be missing: a module that computed a table in its first call and kept it reads it now.
+    """
+
     def __init__(self, audit: Audit) -> None:
-        super().__init__(audit)
+        super().__init__(audit.exempt, audit.sharded)
+        self.audit = audit
         self.position = 0
 
     def after(self, func: Any, contents: list[Fingerprint | None]) -> None:  # noqa: ANN401
-        audit, position = self.audit, self.position
-        self.position += 1
-        if position >= len(audit.steps):
-            raise self.differs(f"runs more operations in recomputation, the first {func} in {audit.where()}")
-        then = audit.steps[position]
-        if str(func) != then.operator:
-            raise self.differs(
-                f"runs {func} in {audit.where()} in recomputation where the forward pass ran {then.operator} "
-                f"in {then.where}"
-            )
-        same = len(contents) == len(then.contents) and all(
-            now is None or before is None or now.matches(before)
-            for now, before in zip(contents, then.contents, strict=True)
-        )
-        if not same:
-            raise self.differs(
-                f"{func} in {audit.where()} gives other values in recomputation than in the forward pass"
-            )
+        operator, steps = str(func), self.audit.steps
+        for position in range(self.position, len(steps)):
+            if steps[position].gave(operator, contents):
+                self.position = position + 1
+                return
+        raise self._differs(operator)
 
-    def differs(self, what: str) -> ActivationCheckpointingError:
-        return inexact(self.audit.segment, what, _FIX_RESULT)
+    def _differs(self, operator: str) -> ActivationCheckpointingError:
+        audit, rest = self.audit, self.audit.steps[self.position :]
+        what = f"in recomputation {operator} in {audit.where()}{_line()}"
+        if not rest or all(step.operator != operator for step in rest):
+            then = f"{rest[0].operator} in {rest[0].where}" if rest else "nothing more"
+            return inexact(audit.segment, f"{what} runs where the forward pass ran {then}", _FIX_RESULT)
+        return inexact(audit.segment, f"{what} gives other values than in the forward pass", _FIX_RESULT)
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 holds the parameters of a module."""
-    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
 
 
-def called_by_fsdp() -> bool:
-    """Whether FSDP runs the current operation, from a hook of a module inside the segment.
-
-    It gathers parameters in forward, and before recomputation rather than in it.
-    """
+def _line() -> str:
+    """The line of the user's code that is running, as ` (file:line)`."""
     frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(_FSDP):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:  # noqa: ANN401
-    """The tensors that an operator changes in place, by its schema."""
-    written: list[Tensor] = []
-    if func._schema.is_mutable:
-        for index, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[index] if index < len(args) else kwargs.get(argument.name)
-                written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return written
-
-
-def is_telling(func: Any, from_outside: list[Tensor]) -> bool:  # noqa: ANN401
-    """Whether an operator runs in forward and recomputation alike, and with a result to compare.
-
-    Not so are operators without defined content, and casts of what was born outside: autocast runs those of
-    weights once, and may have done so before the segment.
-    """
-    name = func._schema.name
-    if name.startswith(_UNDEFINED):
-        return False
-    return not (func in _CASTS and from_outside)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"

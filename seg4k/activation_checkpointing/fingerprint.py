@@ -62,19 +62,19 @@ def fingerprint(tensor: Tensor) -> Fingerprint | None:
     if floats:
         return Fingerprint(shape, dtype, None, _sums(tensor))
     exact = 0
-    for chunk in _chunks(tensor, CHUNK.get(tensor.device.type, CHUNK["cuda"])):
+    for chunk in _chunks(tensor, CHUNK[tensor.device.type]):
         exact = (exact * _PRIME + _hash(chunk)) & _MASK
     return Fingerprint(shape, dtype, exact)
 
 
 def can_be_read(tensor: Tensor) -> bool:
-    """Whether a tensor has plain values to read."""
+    """Whether a tensor has plain values to read, on a device that the fingerprint knows."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return (
         tensor.layout is torch.strided
+        and tensor.device.type in CHUNK
         and not tensor.is_quantized
-        and tensor.device.type != "meta"
         and not isinstance(tensor, FakeTensor)
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )

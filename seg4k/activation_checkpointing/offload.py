@@ -92,8 +92,10 @@ def _worth_moving(tensor: Tensor) -> bool:
     large = tensor.numel() * tensor.element_size() >= SMALLEST_BYTES
     if not large or isinstance(tensor, torch.nn.Parameter):
         return False
-    # The copy of a tensor with gaps has none, and recomputation could choose another kernel for it.
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    # The copy of a tensor with gaps has none, and every copy begins at an even address: recomputation could
+    # choose another kernel, and other bits, for it than for the tensor.
+    even = bool(tensor.storage_offset() * tensor.element_size() % 64 == 0)
+    return even and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 class OffloadedBoundary(torch.autograd.graph.saved_tensors_hooks):

@@ -261,6 +261,25 @@ def test_a_step_leaves_no_cycles_behind(toy):
         gc.enable()
 
 
+@pytest.mark.parametrize("audit", ["off", "always"])
+@pytest.mark.parametrize("mode", ["stage", "selective"])
+def test_what_is_inside_a_segment_is_freed_while_it_runs(mode, audit, toy):
+    model = toy(depth=4)
+    apply_activation_checkpointing(model, plan_of(mode, model), audit=audit)
+    inside, alive = [], []
+
+    def watch(module, args):
+        alive.append(sum(not memory.expired() for memory in inside))
+        inside.append(StorageWeakRef(args[0].untyped_storage()))
+
+    for block in list(model.stages[0])[1:]:
+        block.register_forward_pre_hook(watch)
+    loss = model(image()).sum()
+    assert max(alive) <= 1  # the input of the block before, which still has its caller
+    assert all(memory.expired() for memory in inside[:-1])
+    loss.backward()
+
+
 def test_backward_twice_and_second_derivatives(toy):
     results = []
     for mode in ("none", "stage"):

@@ -426,6 +426,38 @@ def test_audit_first_step_ends_after_a_backward_and_always_does_not():
             loss.backward()
 
 
+def test_a_table_that_a_module_computes_once_and_keeps_is_no_error(lone):
+    def case(x, w, call):
+        kept = {}
+
+        def body(h):
+            if "table" not in kept:
+                kept["table"] = torch.arange(8, dtype=h.dtype).sin().mul(2).softmax(0)
+            return torch.sin(h * kept["table"]) @ w
+
+        return call(body, x @ w).sum()
+
+    assert all(map(torch.equal, gradients(case, lone()), gradients(case, plainly)))
+
+
+def test_a_branch_taken_in_one_pass_only_is_an_error(lone):
+    def case(x, w, call, extra):
+        runs = []
+
+        def body(h):
+            runs.append(1)
+            h = torch.sin(h)
+            if len(runs) == extra:
+                h = h * 1.5
+            return torch.sin(h @ w)
+
+        return call(body, x @ w).sum()
+
+    for extra in (1, 2):
+        with pytest.raises(ActivationCheckpointingError, match="segment part: in recomputation"):
+            gradients(lambda *args, extra=extra: case(*args, extra), lone())
+
+
 def test_eval_between_forward_and_backward_is_an_error(toy):
     model = toy()
     apply_activation_checkpointing(model, make_plan("stage", list(model.segments())))
