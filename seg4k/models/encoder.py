@@ -47,11 +47,13 @@ class EncoderStage(nn.Module):
 
     def forward(self, tokens: Tensor, rope: Tensor | None = None) -> Tensor:
         """Tokens (B, N, D) to tokens (B, N, D); `rope` (N', R), or (depth, heads, N', R) where learned."""
-        for index, block in enumerate(self.blocks, start=self.first):
-            if rope is None:
-                tokens = block(tokens)
-            else:
-                tokens = block(tokens, rope[index] if self.rope_per_block else rope)
+        if rope is not None and self.rope_per_block:
+            for index, block in enumerate(self.blocks, start=self.first):
+                tokens = block(tokens, rope[index])
+        else:  # without a look at `first`, so that equal stages share one compiled graph
+            shared = () if rope is None else (rope,)
+            for block in self.blocks:
+                tokens = block(tokens, *shared)
         return cast(Tensor, self.norm(tokens))
 
 

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.utilities import rank_zero_only
 
-from seg4k.activation_checkpointing import Plan, apply_activation_checkpointing, make_plan
+from seg4k.activation_checkpointing import AppliedPlan, Plan, apply_activation_checkpointing, make_plan
 from seg4k.data.build import build_datamodule
 from seg4k.data.datamodule import SegmentationDataModule
 from seg4k.errors import UserError
@@ -28,6 +28,7 @@ from seg4k.training.checkpoints import (
     check_run_directory,
     find_checkpoint,
 )
+from seg4k.training.compilation import compile_segments
 from seg4k.training.interruption import Interruption
 from seg4k.training.launch import WORLD_VARIABLES, Job, Launcher
 from seg4k.training.loggers import build_loggers, log_artifacts
@@ -173,10 +174,12 @@ def _prepare(
     )
     if config["strategy"].get("sync_batchnorm"):
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-    plan = _apply_plan(
-        config["activation_checkpointing"], model, None if prediction is None else prediction.plan
+    plan = None if prediction is None else prediction.plan
+    card["activation_checkpointing"], applied = _apply_plan(
+        config["activation_checkpointing"], model, plan, compiled=config["compile"]
     )
-    card["activation_checkpointing"] = plan
+    if config["compile"]:
+        compile_segments(model, applied)
     sharded = config["strategy"]["name"] == "fsdp"
     module = (ShardedSegmentationModule if sharded else SegmentationModule)(
         model,
@@ -291,14 +294,17 @@ def _end_processes(trainer: Trainer | None, variables: Mapping[str, str | None],
             os.environ[name] = value
 
 
-def _apply_plan(config: Mapping[str, Any], model: ViTUNet, plan: Plan | None) -> dict[str, Any]:
+def _apply_plan(
+    config: Mapping[str, Any], model: ViTUNet, plan: Plan | None, *, compiled: bool
+) -> tuple[dict[str, Any], AppliedPlan]:
     """Apply the plan that was predicted, or else the configured one, and describe it for the card."""
     if plan is None:
         options = {key: value for key, value in config.items() if key not in ("mode", "audit")}
         plan = make_plan(config["mode"], list(model.segments()), **options)
-    apply_activation_checkpointing(model, plan, audit=config["audit"])
+    # The audit watches operation by operation, and compiled code has none to watch.
+    applied = apply_activation_checkpointing(model, plan, audit="off" if compiled else config["audit"])
     segments = [{"name": name, "policy": str(policy)} for name, policy in plan.items()]
-    return {"mode": config["mode"], "segments": segments}
+    return {"mode": config["mode"], "segments": segments}, applied
 
 
 def _trainer(
