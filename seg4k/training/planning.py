@@ -17,7 +17,8 @@ from seg4k.errors import PlanDoesNotFit, UserError
 from seg4k.memory.auto import AutoPlanner, PlannedStep
 from seg4k.memory.costs import step_seconds
 from seg4k.memory.devices import Device, device_from_dict, this_device
-from seg4k.memory.preflight import does_not_fit, largest_batch
+from seg4k.memory.ledger import Reading
+from seg4k.memory.preflight import cheapest_changes, does_not_fit, largest_batch, what_led
 from seg4k.memory.report import plan_report, print_report, save_picture
 from seg4k.memory.tracer import Tracer
 from seg4k.training.traced_step import build_step
@@ -130,6 +131,44 @@ def before_training(config: Mapping[str, Any], task: Task) -> Prediction | None:
         # Each process would measure its own speed and might choose a plan of its own.
         raise UserError("activation_checkpointing=auto on several devices: name them, such as device=a100-80")
     return predict(config, task)
+
+
+def after_out_of_memory(config: Mapping[str, Any], memory: Mapping[str, Any]) -> str:
+    """What took the memory when it ran out, and the three cheapest changes that would fit, by trace.
+
+    Args:
+        config: of the run.
+        memory: of its card.
+    """
+    device, task = device_of(config), task_of(config)
+    parts = memory.get("breakdown") or {}
+    reading = Reading(memory["peak_bytes"], memory["peak_source"] or "", memory["reserved_bytes"])
+    led = what_led(reading, parts.get("optimizer", 0), memory["static_bytes"] or 0)
+    per_device = config["batch"]["per_device"]
+    changes: dict[str, dict[str, Any]] = {
+        f"activation_checkpointing={mode}": {"activation_checkpointing": {"mode": mode, "audit": "off"}}
+        for mode in ("selective", "stage", "block")
+        if mode != config["activation_checkpointing"]["mode"]
+    }
+    if per_device > 1:
+        changes[f"batch.per_device={per_device // 2}"] = {
+            "batch": {**config["batch"], "per_device": per_device // 2}
+        }
+    if config["model"]["head"]["stride"] == 1:
+        changes["model.head.stride=2"] = {"model": {**config["model"], "head": {"stride": 2}}}
+    steps = {}
+    for name, change in changes.items():
+        changed = {**config, **change}
+        settings = changed["activation_checkpointing"]
+        mode = settings["mode"] if settings["mode"] != "auto" else "selective"
+        with _tracer(changed, task, device) as tracer:
+            plan = make_plan(mode, tracer.segment_names, path=settings.get("path"))
+            steps[name] = _planned(tracer, device, plan)
+    now = max(steps.values(), key=lambda step: step.trace.peak_bytes)
+    fitting = cheapest_changes(steps, _budget(config["activation_checkpointing"], device), now)
+    if not fitting:
+        return f"{led} None of {', '.join(changes)} alone would fit; seg4k plan tells what does."
+    return f"{led} What would fit, the cheapest first: {'; '.join(fitting)}."
 
 
 def maximize_batch(config: Mapping[str, Any], task: Task, device: Device) -> tuple[int, Prediction]:

@@ -34,7 +34,7 @@ from seg4k.training.launch import WORLD_VARIABLES, Job, Launcher
 from seg4k.training.loggers import build_loggers, log_artifacts
 from seg4k.training.module import ON_NAN, SegmentationModule
 from seg4k.training.pictures import draw_samples
-from seg4k.training.planning import Task, before_training
+from seg4k.training.planning import Task, after_out_of_memory, before_training
 from seg4k.training.run_card import (
     SCHEMA,
     code_state,
@@ -101,6 +101,10 @@ def train(config: Mapping[str, Any], directory: Path, command: str) -> dict[str,
         card["status"], card["error"] = _ending(error)
         if isinstance(error, Exception) and (reason := _lost(trainer)) is not None:
             card["error"] = f"{reason}; here: {card['error']}"
+        if card["status"] == "out_of_memory" and first:
+            advice = after_out_of_memory(config, card["memory"])
+            card["error"] = f"{card['error']} {advice}"
+            print(f"seg4k: {advice}", file=sys.stderr, flush=True)
         raise
     finally:
         if first:

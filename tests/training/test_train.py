@@ -164,6 +164,10 @@ def test_running_out_of_memory_is_told_apart(root, tmp_path, monkeypatch):
         train(smoke(root), tmp_path, "")
     card = json.loads((tmp_path / "run_card.json").read_text())
     assert card["status"] == "out_of_memory"
+    # Which of the three led, and what would fit, with its cost.
+    assert "Memory ran out, led by" in card["error"]
+    assert "activation_checkpointing=selective: " in card["error"]
+    assert "time a step" in card["error"]
     assert card["metrics"]["val_miou"] is None
 
 
