@@ -18,6 +18,7 @@ _UNDEFINED = ("aten::empty", "aten::new_empty", "aten::resize")
 _CASTS = {torch.ops.aten._to_copy.default}
 _BIRTHS = {torch.ops.aten.lift_fresh.default}
 """Operators whose result was just made from Python values, though its memory is that of their argument."""
+_SEGMENT_CALL = str(Path(__file__).with_name("segment_call.py"))
 _FSDP = str(Path(torch.__file__).parent / "distributed" / "fsdp")
 
 
@@ -118,9 +119,12 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def _called_by_fsdp() -> bool:
-    """Whether FSDP runs the current operation: it gathers parameters in forward, but before recomputation."""
+    """Whether FSDP runs the current operation: it gathers parameters in forward, but before recomputation.
+
+    Only what lies inside the segment's call counts: FSDP may also have called the model as a whole.
+    """
     frame = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and frame.f_code.co_filename != _SEGMENT_CALL:
         if frame.f_code.co_filename.startswith(_FSDP):
             return True
         frame = frame.f_back  # type: ignore[assignment]
