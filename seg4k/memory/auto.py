@@ -8,7 +8,7 @@ from seg4k.memory.costs import step_seconds
 from seg4k.memory.devices import Device
 from seg4k.memory.planner import Problem, smallest_budget, solve
 from seg4k.memory.problem import POLICIES, build_problem, plan_of
-from seg4k.memory.trace import Trace
+from seg4k.memory.traced import Trace
 from seg4k.memory.tracer import Tracer
 
 __all__ = ["AutoPlanner", "PlannedStep"]

@@ -9,7 +9,7 @@ from collections import Counter
 
 from seg4k.memory.devices import Device
 from seg4k.memory.recorder import Operation
-from seg4k.memory.trace import Trace
+from seg4k.memory.traced import Trace
 
 __all__ = ["added_seconds", "segment_seconds", "step_seconds", "work_seconds"]
 

@@ -14,7 +14,7 @@ from seg4k.activation_checkpointing.plan import Plan, Policy
 from seg4k.memory.costs import added_seconds
 from seg4k.memory.devices import Device
 from seg4k.memory.planner import Choice, Problem, Unit
-from seg4k.memory.trace import Held, Segment, Trace
+from seg4k.memory.traced import Held, Segment, Trace
 from seg4k.memory.tracer import Tracer
 
 __all__ = ["POLICIES", "build_problem", "outermost", "plan_of"]

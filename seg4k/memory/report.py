@@ -14,7 +14,7 @@ from seg4k.memory.auto import PlannedStep
 from seg4k.memory.costs import added_seconds
 from seg4k.memory.devices import Device
 from seg4k.memory.problem import outermost
-from seg4k.memory.trace import Trace
+from seg4k.memory.traced import Trace
 
 __all__ = ["plan_report", "print_report", "save_picture"]
 

@@ -12,7 +12,7 @@ from typing import Any
 from seg4k.activation_checkpointing.plan import Plan
 from seg4k.errors import UserError
 from seg4k.memory.step import Step
-from seg4k.memory.trace import Trace
+from seg4k.memory.traced import Trace
 
 __all__ = ["Tracer"]
 

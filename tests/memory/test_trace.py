@@ -11,7 +11,8 @@ from seg4k.errors import UserError
 from seg4k.memory.cuda_rules import cuda_rules
 from seg4k.memory.ledger import measure_cpu_peak
 from seg4k.memory.step import Step, autocast
-from seg4k.memory.trace import KINDS, trace
+from seg4k.memory.trace import trace
+from seg4k.memory.traced import KINDS
 
 
 def run(step, plan=None):
