@@ -22,6 +22,7 @@ USAGE = """seg4k VERB [overrides]
   plan        what a run will cost, and the plan that fits: seg4k plan experiment=vitb_4k device=rtx4090
   report      judge the runs below a directory: seg4k report outputs/granularity/sweep_...
   evaluate    score a checkpoint: seg4k evaluate checkpoint=FILE data=folder data.root=FOLDER
+  predict     write masks and overlays: seg4k predict checkpoint=FILE input=FOLDER output=FOLDER
   export      write ONNX and torch.export files: seg4k export checkpoint=FILE output=FOLDER
 
 Every override is KEY=VALUE of the configuration in conf/, or GROUP=NAME of one of its groups.
@@ -384,5 +385,6 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "plan": _plan,
     "report": _report,
     "evaluate": _verb("evaluate", "seg4k.inference.evaluate"),
+    "predict": _verb("predict", "seg4k.inference.predict"),
     "export": _verb("export", "seg4k.inference.export"),
 }

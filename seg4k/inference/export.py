@@ -160,11 +160,17 @@ def _program(segmenter: Segmenter, size: tuple[int, int] | None) -> tuple[torch.
     if size is None:
         rows, columns = Dim("rows", min=2), Dim("columns", min=2)
         any_size = {0: Dim("batch"), 2: patch[0] * rows, 3: patch[1] * columns}
+        trained = _whole_patches(segmenter, segmenter.config["data"]["image_size"])
+        example = (4 * patch[0], 6 * patch[1])
+        if example == trained:  # the size of training may take a way of its own through the model
+            example = (5 * patch[0], 7 * patch[1])
         try:
-            return _trace(segmenter, (4 * patch[0], 6 * patch[1]), any_size), True
+            program = _trace(segmenter, example, any_size)
+            _assert_any_size(program, segmenter, trained)
+            return program, True
         except Exception as error:  # the exporter's own errors, of many kinds, where a size is baked in
             reason = str(error).strip().splitlines()[0][:200]
-            size = _whole_patches(segmenter, segmenter.config["data"]["image_size"])
+            size = trained
             print(f"this encoder does not export with any size ({reason})\nfixed to {size[0]}x{size[1]}")
     return _trace(segmenter, size, {0: Dim("batch")}), False
 
@@ -173,6 +179,18 @@ def _trace(segmenter: Segmenter, size: tuple[int, int], dims: Mapping[int, Any])
     example = torch.rand(2, segmenter.in_channels, *size)
     with _quiet(), torch.no_grad():
         return torch.export.export(segmenter.model, (example,), dynamic_shapes=(dims,))
+
+
+@torch.no_grad()
+def _assert_any_size(
+    program: torch.export.ExportedProgram, segmenter: Segmenter, size: tuple[int, int]
+) -> None:
+    """Raise where the program kept the size of its example, or does not run at another."""
+    (image,) = (node for node in program.graph.nodes if node.name in program.graph_signature.user_inputs)
+    if not all(isinstance(side, torch.SymInt) for side in image.meta["val"].shape[2:]):
+        raise ValueError("the model takes another way at each size")
+    with _quiet():
+        program.module()(torch.zeros(1, segmenter.in_channels, *size))
 
 
 def _size_of(program: torch.export.ExportedProgram) -> tuple[int, int]:
