@@ -33,18 +33,38 @@ def read_image(path: Path | str) -> Image:
 
 
 def read_mask(path: Path | str) -> Mask:
-    """Read a mask of class labels: (H, W), uint8 or uint16.
+    """Read a mask of class labels: (H, W), uint8 or uint16; of a PNG with a palette the indices into it.
 
     Raises:
         UserError: where the file is missing, damaged, or holds colours in place of labels.
     """
-    mask = _decode(Path(path))
+    mask = _palette_indices(Path(path))
+    if mask is None:
+        mask = _decode(Path(path))
     if mask.ndim == 3:
         raise UserError(
             f"The mask {path} has {mask.shape[2]} channels (colours); a mask holds one class number per "
             "pixel: save it as an 8- or 16-bit image with one channel and no palette."
         )
     return mask
+
+
+def _palette_indices(path: Path) -> Mask | None:
+    """The indices of a PNG with a palette, which OpenCV would turn into colours; None for any other file."""
+    from PIL import Image as PillowImage
+
+    try:
+        with path.open("rb") as file:
+            head = file.read(26)
+            # The colour type stands in the header, which always comes first: 3 is a palette.
+            if head[:8] != b"\x89PNG\r\n\x1a\n" or head[25:26] != b"\x03":
+                return None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # large images are what this package is for
+            with PillowImage.open(path) as image:
+                return np.array(image)
+    except (OSError, SyntaxError, ValueError):
+        return None  # what is wrong is told by the decoder
 
 
 def list_images(source: Path | str) -> list[Path]:

@@ -39,11 +39,9 @@ def test_masks_keep_16_bit_labels(tmp_path):
 
 
 def test_masks_of_colours_are_refused(tmp_path):
-    palette = Image.fromarray(np.array([[0, 1]], np.uint8), mode=None).convert("P")
-    palette.putpalette([255, 0, 0, 0, 255, 0])
-    palette.save(tmp_path / "palette.png")
-    with pytest.raises(UserError, match=r"palette\.png has 3 channels \(colours\); .* one class number per"):
-        read_mask(tmp_path / "palette.png")
+    write(tmp_path / "colours.png", np.zeros((4, 5, 3), np.uint8))
+    with pytest.raises(UserError, match=r"colours\.png has 3 channels \(colours\); .* one class number per"):
+        read_mask(tmp_path / "colours.png")
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "tif"])
@@ -102,3 +100,20 @@ def _tiff(image: np.ndarray) -> bytes:
     ]
     head = struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + b"".join(struct.pack("<HHII", *t) for t in tags)
     return head + struct.pack("<I", 0) + struct.pack(f"<{channels}H", *[8] * channels) + image.tobytes()
+
+
+def test_masks_with_a_palette_give_indices_not_colours(tmp_path):
+    labels = np.random.default_rng(0).integers(0, 21, (30, 41), dtype=np.uint8)
+    labels[0] = 255
+    image = Image.fromarray(labels)
+    image.putpalette(np.random.default_rng(1).integers(0, 256, 768, dtype=np.uint8).tobytes())
+    image.save(tmp_path / "voc.png")
+    np.testing.assert_array_equal(read_mask(tmp_path / "voc.png"), labels)
+    few = Image.fromarray(labels % 4)  # four colours: two bits a pixel
+    few.putpalette([0, 0, 0, 9, 9, 9, 50, 50, 50, 90, 90, 90])
+    few.save(tmp_path / "few.png", bits=2)
+    np.testing.assert_array_equal(read_mask(tmp_path / "few.png"), labels % 4)
+    data = (tmp_path / "voc.png").read_bytes()
+    (tmp_path / "voc.png").write_bytes(data[: len(data) // 2])
+    with pytest.raises(UserError, match=r"voc.png cannot be decoded"):
+        read_mask(tmp_path / "voc.png")
