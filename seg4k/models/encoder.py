@@ -1,7 +1,7 @@
 """A timm vision transformer, its blocks regrouped into four stages."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from seg4k.errors import UserError
+from seg4k.models.pretrained import load_timm_weights, pretrained
 
 STAGES = 4
 
@@ -205,7 +206,7 @@ def build_encoder(
         "drop_path_rate": drop_path,
         "proj_drop_rate": dropout,
     }
-    vit = _pretrained(name, arguments) if weights == "pretrained" else timm.create_model(name, **arguments)
+    vit = pretrained(name, arguments) if weights == "pretrained" else timm.create_model(name, **arguments)
     if weights not in ("pretrained", "random"):
         load_timm_weights(vit, Path(weights))
     defaults = cast(Any, vit).default_cfg
@@ -242,70 +243,3 @@ def _frozen_stages(frozen: int | str) -> int:
     raise UserError(
         f"model.encoder.frozen={frozen}: give none, all, or a number of stages from 0 to {STAGES}"
     )
-
-
-def _pretrained(name: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """Make timm's pretrained model, or raise with the two ways on; never silent random weights."""
-    import timm
-
-    try:
-        return timm.create_model(name, pretrained=True, **arguments)
-    except Exception as error:  # the hub client raises its own, requests' or OS errors, by version
-        raise UserError(
-            f"model.encoder.weights=pretrained: the weights of {name} could not be had "
-            f"({type(error).__name__}: {str(error).partition(chr(10))[0]}). Two ways on: fetch them where "
-            "there is a network and give the file, model.encoder.weights=/path/to/model.safetensors; or train"
-            " from scratch, model.encoder.weights=random."
-        ) from error
-
-
-def load_timm_weights(vit: nn.Module, path: Path) -> None:
-    """Load a weights file of the same architecture; position embeddings are resampled to the model's size.
-
-    No code in the file is run: `.safetensors`, or a `.pth` read with `weights_only`.
-
-    Raises:
-        UserError: no such file, not a weights file, or weights of another architecture.
-    """
-    from timm.models._manipulate import adapt_input_conv
-    from timm.models.eva import Eva
-    from timm.models.eva import checkpoint_filter_fn as filter_eva
-    from timm.models.vision_transformer import checkpoint_filter_fn as filter_vit
-
-    where = f"model.encoder.weights={path}"
-    if not path.is_file():
-        raise UserError(f"{where}: no such file. Give pretrained, random, or a .safetensors or .pth file.")
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            state: dict[str, Any] = load_file(path)
-        else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # each format has its own errors
-        raise UserError(
-            f"{where}: not a weights file that can be read safely ({type(error).__name__}). "
-            "Save it as .safetensors, or as a state_dict with torch.save."
-        ) from error
-    for wrapper in ("state_dict", "model"):
-        if isinstance(state.get(wrapper), Mapping):
-            state = dict(state[wrapper])
-    own = vit.state_dict()
-    try:
-        state = (filter_eva if isinstance(vit, Eva) else filter_vit)(state, cast(Any, vit))
-        kernel = "patch_embed.proj.weight"
-        if kernel in state and state[kernel].shape[1] != own[kernel].shape[1]:
-            state[kernel] = adapt_input_conv(own[kernel].shape[1], state[kernel])
-        missing = [
-            key for key in own if key not in state and not key.startswith(("head", "fc_norm", "attn_pool"))
-        ]
-        if missing:
-            raise KeyError(f"it lacks {len(missing)} of {len(own)} tensors, the first {missing[0]}")
-        vit.load_state_dict(state, strict=False)
-    except (KeyError, RuntimeError, AttributeError, NotImplementedError) as error:
-        reason = str(error.args[0]).strip().splitlines()[-1].strip()
-        raise UserError(
-            f"{where}: these are weights of another architecture than "
-            f"{cast(Any, vit).default_cfg['architecture']}: {reason}. "
-            "Set model.encoder.name to the one they were saved from."
-        ) from error
