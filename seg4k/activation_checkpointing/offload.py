@@ -1,7 +1,7 @@
 """Offload: a recomputed segment's inputs wait for backward in host memory.
 
-On CUDA the copies run on a stream of their own, from and to pinned memory, beside the computation. On the CPU
-they are plain copies through the same code.
+On CUDA they are copied to pinned memory on a stream of their own, beside the computation. On the CPU the same
+code makes a plain copy.
 """
 
 import weakref
@@ -37,32 +37,28 @@ class HostCopy:
     def __init__(self, tensor: Tensor) -> None:
         self.device = tensor.device
         self.ready: torch.cuda.Event | None = None
-        if tensor.device.type != "cuda":
-            self.host = tensor.detach().clone()
-            setattr(self.host, IS_HOST_COPY, True)
-            return
-        self.host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        if tensor.device.type == "cuda":
+            self.host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            side = _stream(tensor.device)
+            side.wait_stream(torch.cuda.current_stream(tensor.device))
+            with torch.cuda.stream(side):
+                self.host.copy_(tensor, non_blocking=True)
+                self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self.ready.record(side)
+            tensor.record_stream(side)  # its memory may be reused only once the copy is done
+        else:
+            self.host = tensor.detach().to("cpu", copy=True)
         setattr(self.host, IS_HOST_COPY, True)
-        side = _stream(tensor.device)
-        side.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(side):
-            self.host.copy_(tensor, non_blocking=True)
-            self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.ready.record(side)
-        tensor.record_stream(side)  # its memory may be reused only once the copy is done
 
     def back(self) -> Tensor:
-        """The tensor on its device, ready for the current stream."""
-        if self.ready is None:
-            return self.host
-        side, current = _stream(self.device), torch.cuda.current_stream(self.device)
-        side.wait_event(self.ready)
-        with torch.cuda.stream(side):
-            tensor = torch.empty_like(self.host, device=self.device, pin_memory=False)
-            tensor.copy_(self.host, non_blocking=True)
-        current.wait_stream(side)
-        tensor.record_stream(current)
-        return tensor
+        """The tensor on its device, ready for the current stream.
+
+        The stream that is about to recompute copies it: there is nothing to do beside that, and the memory
+        comes from the pool that recomputation uses.
+        """
+        if self.ready is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.ready)
+        return self.host.to(self.device, non_blocking=True)
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

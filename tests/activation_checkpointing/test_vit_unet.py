@@ -45,12 +45,11 @@ def plans(model):
 @pytest.mark.parametrize(
     ("options", "training"),
     [
-        ({}, {"steps": 2}),
+        ({}, {}),
         ({"dropout": 0.2, "norm": "group"}, {"precision": "bf16", "accumulate": 2}),
-        ({"dropout": 0.2, "frozen": "all"}, {"precision": "fp16", "steps": 2}),
+        ({"dropout": 0.2, "frozen": "all"}, {"precision": "fp16"}),
         ({"frozen": 2}, {"precision": "bf16"}),
-        ({"name": "test_vit2", "dropout": 0.2}, {}),
-        ({"name": "eva02_tiny_patch14_224", "dropout": 0.1}, {}),
+        ({"name": "eva02_tiny_patch14_224", "dropout": 0.1}, {"batch": 1}),
     ],
 )
 def test_every_plan_leaves_the_same_bits(options, training, train):
@@ -58,7 +57,7 @@ def test_every_plan_leaves_the_same_bits(options, training, train):
     plain = train(copy.deepcopy(model), size=64, **training)
     for mode, plan in plans(model):
         under_plan = copy.deepcopy(model)
-        apply_activation_checkpointing(under_plan, plan)
+        apply_activation_checkpointing(under_plan, plan, audit="off" if training else "first_step")
         assert train(under_plan, size=64, **training).differences(plain) == [], mode
 
 
