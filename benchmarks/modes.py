@@ -1,9 +1,9 @@
-"""What each mode saves and costs: bytes kept for backward, operations, and step time with the arms alternating.
+"""What each mode saves and costs: bytes kept for backward, operations, and step time, the arms alternating.
 
-python benchmarks/modes.py                       ViT-B/16 at 512x512, fp32, CPU: about ten minutes on two cores
+python benchmarks/modes.py                    ViT-B/16 at 512x512, fp32, CPU: about ten minutes on two cores
 python benchmarks/modes.py --size 128 --repeats 3 --encoder vit_tiny_patch16_224
 
-Beside the modes stands timm's own `set_grad_checkpointing` on the same encoder with the same neck and decoder.
+Beside the modes: timm's own `set_grad_checkpointing` on the same encoder, with the same neck and decoder.
 """
 
 import argparse
@@ -135,9 +135,7 @@ def main():
     for name, times in timing["arms"].items():
         rows[name] |= times
 
-    print(
-        f"{arguments.encoder} + U-Net, {size[0]}x{size[1]}, batch 1, fp32, {torch.get_num_threads()} threads\n"
-    )
+    print(f"{arguments.encoder} + U-Net, {size[0]}x{size[1]}, fp32, {torch.get_num_threads()} threads\n")
     print("| mode | segments | saved for backward | recompute, GFLOP (of forward) | step, s | time ratio |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, row in rows.items():

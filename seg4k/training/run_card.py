@@ -9,10 +9,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import seg4k
 from seg4k.files import write_json, write_text
 
 SCHEMA = 1
+PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}  # in Lightning's words
 STATUSES = ("completed", "out_of_memory", "failed", "interrupted")
 PACKAGES = ("torch", "lightning", "timm", "segmentation-models-pytorch", "albumentations", "numpy")
 
@@ -138,8 +141,6 @@ def _score(value: float | None) -> str:
 def device_state(device_type: str, index: int | None, count: int) -> dict[str, Any]:
     """Name and memory of the device that a run computes on."""
     if device_type == "cuda":
-        import torch
-
         properties = torch.cuda.get_device_properties(index or 0)
         return {"name": properties.name, "memory_bytes": properties.total_memory, "count": count}
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
@@ -148,3 +149,53 @@ def device_state(device_type: str, index: int | None, count: int) -> dict[str, A
         "memory_bytes": pages,
         "count": count,
     }
+
+
+def ending(error: BaseException) -> tuple[str, str]:
+    """Status and error text of a run that ended by `error`."""
+    text = f"{type(error).__name__}: {error}".strip(": ")
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
+        return "out_of_memory", text
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return "interrupted", text
+    return "failed", text
+
+
+def blank_card(config: Mapping[str, Any], command: str) -> dict[str, Any]:
+    """The card with everything that is known before the run."""
+    return {
+        "schema": SCHEMA,
+        "status": "failed",
+        "error": None,
+        "command": command,
+        "config": dict(config),
+        "seed": config["seed"],
+        "code": code_state(),
+        "environment": environment(),
+        "device": {"name": "not reached", "memory_bytes": 0, "count": 0},
+        "precision": PRECISIONS.get(config["precision"], config["precision"]),
+        "strategy": "not reached",
+        "weights": _weights_source(config["model"]["encoder"]["weights"]),
+        "batch": {**config["batch"], "accumulate": None, "image_size": list(config["data"]["image_size"])},
+        "activation_checkpointing": {"mode": config["activation_checkpointing"]["mode"], "segments": []},
+        "memory": {
+            "peak_bytes": None,
+            "peak_source": None,
+            "reserved_bytes": None,
+            "predicted_peak_bytes": None,
+            "static_bytes": None,
+            "breakdown": None,
+        },
+        "throughput": {
+            "samples_per_second": None,
+            "step_seconds_median": None,
+            "warmup_steps": 0,
+            "data_wait_fraction": None,
+        },
+        "faults": {"resumed_from_step": None, "skipped_steps": 0},
+        "metrics": {"val_miou": None, "val_iou": {}, "val_loss": None, "val_samples": 0},
+    }
+
+
+def _weights_source(weights: str) -> str:
+    return weights if weights in ("pretrained", "random") else f"file:{weights}"

@@ -1,10 +1,8 @@
 """One training run, from a plain configuration to a run card."""
 
 import json
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,20 +33,13 @@ from seg4k.training.loggers import build_loggers, log_artifacts
 from seg4k.training.module import ON_NAN, SegmentationModule
 from seg4k.training.pictures import draw_samples
 from seg4k.training.planning import Task, after_out_of_memory, before_training
-from seg4k.training.run_card import (
-    SCHEMA,
-    code_state,
-    device_state,
-    environment,
-    finite,
-    write_card,
-)
+from seg4k.training.quiet import quiet
+from seg4k.training.run_card import PRECISIONS, blank_card, device_state, ending, finite, write_card
 from seg4k.training.sharding import ShardedSegmentationModule
 from seg4k.training.strategies import build_strategy, check_strategy, uses_gpu, world_size
 from seg4k.training.summary import print_summary
 from seg4k.training.weights import describe
 
-PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 PICTURES = 4
 
 CallbackKind = TypeVar("CallbackKind", bound=Callback)
@@ -68,8 +59,8 @@ def train(config: Mapping[str, Any], directory: Path, command: str) -> dict[str,
     Raises:
         UserError: a mistake in the configuration or the data.
     """
-    _quiet()
-    card = _blank_card(config, command)
+    quiet()
+    card = blank_card(config, command)
     first = getattr(rank_zero_only, "rank", 0) == 0
 
     def lost(reason: str) -> None:
@@ -98,7 +89,7 @@ def train(config: Mapping[str, Any], directory: Path, command: str) -> dict[str,
             card["status"] = "completed"
             failed = False
     except BaseException as error:
-        card["status"], card["error"] = _ending(error)
+        card["status"], card["error"] = ending(error)
         if isinstance(error, Exception) and (reason := _lost(trainer)) is not None:
             card["error"] = f"{reason}; here: {card['error']}"
         if card["status"] == "out_of_memory" and first:
@@ -398,76 +389,3 @@ def _draw(
         module.classes,
         title=f"{name}: validation after {trainer.global_step} steps",
     )
-
-
-def _quiet() -> None:
-    """Keep what says nothing to the user out of the output."""
-    # Lightning brings a handler of its own, so each of its lines would appear twice under Hydra's logging.
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
-        logging.getLogger(name).handlers.clear()
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
-    logging.getLogger("lightning.fabric.utilities.distributed").setLevel(logging.WARNING)
-    # DDP on the gradient of a single token, whose outermost stride, of size 1, means nothing.
-    warnings.filterwarnings("ignore", message=r"Grad strides do not match bucket view strides")
-    # The run directory holds Hydra's files before the logger writes its first.
-    warnings.filterwarnings("ignore", message=r"Experiment logs directory .* exists and is not empty")
-    # Lightning 2.6 against torch's newer pytree.
-    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-    # The data module chooses its workers by the cores there are.
-    warnings.filterwarnings("ignore", message=r"The '\w+' does not have many workers")
-    # Validation's scores are those of all processes before they are logged.
-    warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\(")
-    # A short run may end before its first epoch's log interval; log_every_steps counts optimizer steps.
-    warnings.filterwarnings(
-        "ignore", message=r"The number of training batches .* is smaller than the logging interval"
-    )
-
-
-def _ending(error: BaseException) -> tuple[str, str]:
-    """Status and error text of a run that ended by `error`."""
-    text = f"{type(error).__name__}: {error}".strip(": ")
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
-        return "out_of_memory", text
-    if isinstance(error, KeyboardInterrupt | SystemExit):
-        return "interrupted", text
-    return "failed", text
-
-
-def _blank_card(config: Mapping[str, Any], command: str) -> dict[str, Any]:
-    """The card with everything that is known before the run."""
-    return {
-        "schema": SCHEMA,
-        "status": "failed",
-        "error": None,
-        "command": command,
-        "config": dict(config),
-        "seed": config["seed"],
-        "code": code_state(),
-        "environment": environment(),
-        "device": {"name": "not reached", "memory_bytes": 0, "count": 0},
-        "precision": PRECISIONS.get(config["precision"], config["precision"]),
-        "strategy": "not reached",
-        "weights": _weights_source(config["model"]["encoder"]["weights"]),
-        "batch": {**config["batch"], "accumulate": None, "image_size": list(config["data"]["image_size"])},
-        "activation_checkpointing": {"mode": config["activation_checkpointing"]["mode"], "segments": []},
-        "memory": {
-            "peak_bytes": None,
-            "peak_source": None,
-            "reserved_bytes": None,
-            "predicted_peak_bytes": None,
-            "static_bytes": None,
-            "breakdown": None,
-        },
-        "throughput": {
-            "samples_per_second": None,
-            "step_seconds_median": None,
-            "warmup_steps": 0,
-            "data_wait_fraction": None,
-        },
-        "faults": {"resumed_from_step": None, "skipped_steps": 0},
-        "metrics": {"val_miou": None, "val_iou": {}, "val_loss": None, "val_samples": 0},
-    }
-
-
-def _weights_source(weights: str) -> str:
-    return weights if weights in ("pretrained", "random") else f"file:{weights}"
