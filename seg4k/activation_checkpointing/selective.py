@@ -22,6 +22,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from seg4k.activation_checkpointing.errors import inexact
 from seg4k.activation_checkpointing.guards import Saved, alias_of
+from seg4k.activation_checkpointing.watching import unwatched
 from seg4k.errors import UserError
 
 _FUSED_NAMES = (
@@ -87,6 +88,29 @@ class AttentionMarker(TorchFunctionMode):
         return False
 
 
+class RandomState:
+    """The state of the global generator of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.state = self._now()
+
+    def _now(self) -> Tensor:
+        return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
+
+    def has_changed(self) -> bool:
+        """Whether random numbers were drawn since."""
+        return not torch.equal(self.state, self._now())
+
+    def put_back(self) -> None:
+        """Draw on from here."""
+        with unwatched():
+            if self.device.type == "cuda":
+                torch.cuda.set_rng_state(self.state, self.device)
+            else:
+                torch.set_rng_state(self.state)
+
+
 class AttentionKeeper(AttentionMarker):
     """Keeps the results of attention of one call of one segment, for its recomputation.
 
@@ -106,10 +130,11 @@ class AttentionKeeper(AttentionMarker):
         """The `context_fn` of `torch.utils.checkpoint.checkpoint`."""
         return _Keep(self), _Give(self)
 
-    def keep(self, result: Any) -> None:  # noqa: ANN401
-        """Hold a result; without its graph, which holds us."""
+    def keep(self, result: Any, random_state: RandomState | None) -> None:  # noqa: ANN401
+        """Hold a result (without its graph, which holds us) and the random state that follows it."""
         pack = self.hooks.pack_hook
-        self.results.append(tree_map(lambda x: pack(alias_of(x)) if isinstance(x, Tensor) else x, result))
+        held = tree_map(lambda x: pack(alias_of(x)) if isinstance(x, Tensor) else x, result)
+        self.results.append((held, random_state))
         self.kept += 1
 
     def give(self) -> Any:  # noqa: ANN401
@@ -121,8 +146,11 @@ class AttentionKeeper(AttentionMarker):
                 "the same operations again, or backward passes through it a second time",
                 "Give the segment the policy recompute",
             )
+        held, random_state = self.results.popleft()
+        if random_state is not None:
+            random_state.put_back()
         unpack = self.hooks.unpack_hook
-        return tree_map(lambda x: unpack(x) if isinstance(x, Saved) else x, self.results.popleft())
+        return tree_map(lambda x: unpack(x) if isinstance(x, Saved) else x, held)
 
 
 class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -131,10 +159,16 @@ class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.keeper = keeper
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        keep = self.keeper.gives_result(func)
+        if not self.keeper.gives_result(func):
+            return func(*args, **(kwargs or {}))
+        # Fused attention draws its dropout itself. Recomputation, which skips it, has to draw on after it.
+        device = args[0].device
+        with unwatched():
+            before = RandomState(device)
         result = func(*args, **(kwargs or {}))
-        if keep:
-            self.keeper.keep(result)
+        with unwatched():
+            after = RandomState(device) if before.has_changed() else None
+        self.keeper.keep(result, after)
         return result
 
 

@@ -11,6 +11,7 @@ from seg4k.activation_checkpointing import (
     Plan,
     apply_activation_checkpointing,
     make_plan,
+    selective,
 )
 from seg4k.activation_checkpointing.measure import measure_segments
 from seg4k.activation_checkpointing.selective import FUSED, AttentionMarker
@@ -112,6 +113,21 @@ def test_the_operators_of_all_backends_are_known():
     names = " ".join(operator.name() for operator in FUSED)
     for backend in ("flash_attention ", "efficient", "cudnn", "for_cpu", "overrideable"):
         assert backend in f"{names} "
+
+
+def test_random_numbers_that_a_kept_operator_drew_are_not_drawn_again_by_others(monkeypatch):
+    """Fused attention draws its dropout itself, on CUDA; here another operator stands for it."""
+    monkeypatch.setattr(selective, "FUSED", (aten.bernoulli.p,))
+
+    def drawing(q, k, v):
+        return F.dropout(torch.bernoulli(q.detach(), 0.5) * k + v, 0.5)
+
+    results = []
+    for plan in (Plan(), Plan({"part": "selective"})):
+        model = Model(drawing)
+        apply_activation_checkpointing(model, plan, audit="always")
+        results.append([*gradients(model)[0], torch.get_rng_state()])
+    assert all(map(torch.equal, *results))
 
 
 def test_a_product_outside_attention_is_not_kept():
