@@ -117,17 +117,13 @@ class MemoryWatch(Callback):
         batch: Any,  # noqa: ANN401
         index: int,
     ) -> None:
-        """Close the window after the last step to be measured."""
-        assert self.ledger is not None
-        if self.ledger.is_open and trainer.global_step >= self.measured.stop:
-            self.close()
+        """Close the window after the last step to be measured; add up what is static after the first.
 
-    def on_before_zero_grad(
-        self, trainer: Trainer, module: LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        """Once the optimizer has its state and the gradients are still there, add up what is static."""
+        The optimizer has its state by then, and its gradients live on until the next step's backward.
+        """
+        assert self.ledger is not None
         if self.static_bytes is None and trainer.global_step > 0:
-            self.static_bytes = static_bytes([module], [optimizer])
+            self.static_bytes = static_bytes([module], trainer.optimizers)
             parameters = storage_bytes([*module.parameters(), *module.buffers()])
             gradients = sum(
                 own_part(p).numel() * p.element_size() for p in module.parameters() if p.requires_grad
@@ -137,6 +133,8 @@ class MemoryWatch(Callback):
                 "gradients": gradients,
                 "optimizer": self.static_bytes - parameters - gradients,
             }
+        if self.ledger.is_open and trainer.global_step >= self.measured.stop:
+            self.close()
 
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
         """Leave no profiler running."""

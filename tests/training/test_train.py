@@ -65,6 +65,19 @@ def test_static_bytes_are_parameters_gradients_and_two_moments(run):
     assert sum(parts.values()) == card["memory"]["peak_bytes"]
 
 
+def test_a_run_of_one_step_has_its_whole_memory_on_the_card(run, root, tmp_path):
+    longer, _, config = run
+    card = train(
+        {**config, "trainer": {**config["trainer"], "max_steps": 1, "val_every_steps": 1}}, tmp_path / "one", ""
+    )
+    assert card["memory"]["static_bytes"] == longer["memory"]["static_bytes"]
+    parts = card["memory"]["breakdown"]
+    assert {name: parts[name] for name in ("parameters", "gradients", "optimizer")} == {
+        name: longer["memory"]["breakdown"][name] for name in ("parameters", "gradients", "optimizer")
+    }
+    assert sum(parts.values()) == card["memory"]["peak_bytes"]
+
+
 def test_what_a_run_leaves(run):
     _, directory, _ = run
     names = {path.name for path in directory.iterdir()}
