@@ -68,7 +68,9 @@ def test_static_bytes_are_parameters_gradients_and_two_moments(run):
 def test_a_run_of_one_step_has_its_whole_memory_on_the_card(run, root, tmp_path):
     longer, _, config = run
     card = train(
-        {**config, "trainer": {**config["trainer"], "max_steps": 1, "val_every_steps": 1}}, tmp_path / "one", ""
+        {**config, "trainer": {**config["trainer"], "max_steps": 1, "val_every_steps": 1}},
+        tmp_path / "one",
+        "",
     )
     assert card["memory"]["static_bytes"] == longer["memory"]["static_bytes"]
     parts = card["memory"]["breakdown"]
