@@ -2,6 +2,7 @@
 
 python benchmarks/strips.py trace     peaks at 3840x2160, cross-entropy + Dice, on fake tensors (seconds)
 python benchmarks/strips.py time      forward + backward at 1024x1024 x 150 classes on the CPU, alternating
+python benchmarks/strips.py agreement largest differences of loss and gradients to one piece (seconds)
 """
 
 import argparse
@@ -73,6 +74,70 @@ def trace():
             auto = traced_peak(classes, stride, "auto")
             validation = traced_peak(classes, stride, "auto", validate=True)
             print(f"{classes:>8} {stride:>7} {whole / GIB:10.3f} {auto / GIB:7.3f} {validation / GIB:11.3f}")
+
+
+LOSSES = {
+    "ce": {"terms": {"ce": 1.0}},
+    "ce, smoothed, weighted": {
+        "terms": {"ce": 1.0},
+        "label_smoothing": 0.1,
+        "class_weights": [1.0, 0.3, 2.0, 5.0, 1.0],
+    },
+    "focal": {"terms": {"focal": 1.0}},
+    "dice": {"terms": {"dice": 1.0}},
+    "jaccard": {"terms": {"jaccard": 1.0}},
+    "tversky": {"terms": {"tversky": 1.0}},
+    "ce + dice": {"terms": {"ce": 1.0, "dice": 1.0}},
+}
+CASES = ("all valid", "some ignored", "all ignored", "class absent")
+
+
+def masks(size, classes):
+    """One target of each case: 20% ignored with whole strips among them, all ignored, class 1 absent."""
+    target = torch.randint(0, classes, (2, *size))
+    some = target.clone()
+    some[torch.rand(target.shape) < 0.2] = 255
+    some[:, : size[0] // 5] = 255
+    absent = target.clone()
+    absent[absent == 1] = 0
+    return dict(zip(CASES, (target, some, torch.full_like(target, 255), absent), strict=True))
+
+
+def agreement():
+    """Print the largest relative differences of loss / gradients, fp32, over head strides 1, 2 and 4."""
+    torch.manual_seed(0)
+    size, classes, few_bytes = (131, 87), 5, 400_000  # odd; "auto" makes several strips of it
+    print("loss / gradient: largest relative difference to one piece, fp32, 131x87, head strides 1, 2, 4\n")
+    print(f"| loss | strips | {' | '.join(CASES)} |\n|{' --- |' * (2 + len(CASES))}")
+    for name, config in LOSSES.items():
+        loss = build_loss(config, classes)
+        for strips in (1, 2, 7, "auto"):
+            cells = []
+            for target in masks(size, classes).values():
+                worst = [compare(loss, target, strips, stride, classes, few_bytes) for stride in (1, 2, 4)]
+                cells.append(" / ".join(f"{max(column):.1e}" for column in zip(*worst, strict=True)))
+            print(f"| {name} | {strips} | {' | '.join(cells)} |")
+
+
+def compare(loss, target, strips, stride, classes, strip_bytes):
+    """Relative differences of loss and gradients (of features and head) to the plain computation."""
+    height, width = target.shape[-2:]
+    features = torch.randn(2, FEATURES, -(-height // stride), -(-width // stride)).requires_grad_()
+    head = nn.Conv2d(FEATURES, classes, 3, padding=1)
+    logits = head(features)
+    if stride > 1:
+        logits = nn.functional.interpolate(logits, scale_factor=stride, mode="bilinear", align_corners=False)
+    wanted = loss(logits[..., :height, :width], target)
+    ours = strip_loss(features, head, target, loss, strips, upsample=stride, strip_bytes=strip_bytes)
+    inputs = [features, *head.parameters()]
+    pairs = zip(torch.autograd.grad(ours, inputs), torch.autograd.grad(wanted, inputs), strict=True)
+    return relative_difference(ours, wanted), max(relative_difference(a, b) for a, b in pairs)
+
+
+def relative_difference(value, wanted):
+    """Norm of the difference by the norm of what is wanted; 0 where both are 0."""
+    difference, norm = (value - wanted).norm().item(), wanted.norm().item()
+    return difference / norm if norm else difference
 
 
 def step_of(strips, stride, classes, size):
@@ -155,7 +220,7 @@ def print_peak(arguments):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", choices=["trace", "time", "peak"])
+    parser.add_argument("what", choices=["trace", "time", "agreement", "peak"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--stride", type=int, default=1)
@@ -164,7 +229,8 @@ def main():
     parser.add_argument("--strips", type=int, nargs="*", default=[])
     parser.add_argument("--arm", default="auto", help="for peak: auto or a number of strips")
     arguments = parser.parse_args()
-    {"trace": lambda _: trace(), "time": measure, "peak": print_peak}[arguments.what](arguments)
+    actions = {"trace": lambda _: trace(), "time": measure, "agreement": lambda _: agreement()}
+    (actions | {"peak": print_peak})[arguments.what](arguments)
 
 
 if __name__ == "__main__":

@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -56,3 +60,31 @@ def test_an_experiment_states_only_what_differs():
 def test_tests_see_the_configuration_of_the_clone():
     assert Path(CONF).name == "conf"
     assert (CONF.parent / "train.py").is_file()
+
+
+def test_an_installed_wheel_brings_its_configuration(tmp_path):
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=CONF.parent, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("seg4k-*.whl")
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    assert {path.name for path in site.iterdir()} == {
+        "seg4k",
+        f"{wheel.name.removesuffix('-py3-none-any.whl')}.dist-info",
+    }
+    code = """
+import seg4k.cli
+print(seg4k.cli.conf_directory())
+raise SystemExit(seg4k.cli.main(["train", "--cfg", "job", "experiment=smoke"]))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    first, _, rest = result.stdout.partition("\n")
+    assert first == str(site / "seg4k" / "conf")
+    assert yaml.safe_load(rest)["name"] == "smoke"

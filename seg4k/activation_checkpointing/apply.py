@@ -7,6 +7,7 @@ activation checkpointing, then compile, then DDP or FSDP.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ def apply_activation_checkpointing(
     _check(targets)
     remove_activation_checkpointing(model)
     switched: list[str] = []
+    by_segment: Counter[str] = Counter()
     full_names = {id(module): name for name, module in model.named_modules()}
     for name, modules in targets.items():
         state = SegmentState(name, plan[name], audit)
@@ -79,11 +81,12 @@ def apply_activation_checkpointing(
                 if getattr(inner, "inplace", False) is True:
                     _set_inplace(inner, False)
                     switched.append(full_names.get(id(inner), f"{name}.{inner_name}"))
+                    by_segment[name] += 1
     if switched:
         logger.info(
-            "made %d in-place modules inside recomputed segments out-of-place: %s",
+            "made %d in-place modules out-of-place, which lie inside recomputed segments: %s",
             len(switched),
-            ", ".join(switched),
+            ", ".join(f"{count} in {name}" for name, count in by_segment.items()),
         )
     applied = AppliedPlan(plan, audit, tuple(targets), tuple(switched))
     model.__dict__[_APPLIED] = applied
