@@ -120,7 +120,11 @@ def agreement():
 
 
 def compare(loss, target, strips, stride, classes, strip_bytes):
-    """Relative differences of loss and gradients (of features and head) to the plain computation."""
+    """Relative differences of the loss and of the gradient of features and head to the plain computation.
+
+    The gradient is taken as one vector: the terms of the bias's nearly cancel under Dice and its kin, and alone
+    it lies up to 1e-5 from float64 either way.
+    """
     height, width = target.shape[-2:]
     features = torch.randn(2, FEATURES, -(-height // stride), -(-width // stride)).requires_grad_()
     head = nn.Conv2d(FEATURES, classes, 3, padding=1)
@@ -130,8 +134,8 @@ def compare(loss, target, strips, stride, classes, strip_bytes):
     wanted = loss(logits[..., :height, :width], target)
     ours = strip_loss(features, head, target, loss, strips, upsample=stride, strip_bytes=strip_bytes)
     inputs = [features, *head.parameters()]
-    pairs = zip(torch.autograd.grad(ours, inputs), torch.autograd.grad(wanted, inputs), strict=True)
-    return relative_difference(ours, wanted), max(relative_difference(a, b) for a, b in pairs)
+    gradients = [torch.cat([g.flatten() for g in torch.autograd.grad(v, inputs)]) for v in (ours, wanted)]
+    return relative_difference(ours, wanted), relative_difference(*gradients)
 
 
 def relative_difference(value, wanted):
