@@ -122,7 +122,7 @@ def agreement():
 def compare(loss, target, strips, stride, classes, strip_bytes):
     """Relative differences of the loss and of the gradient of features and head to the plain computation.
 
-    The gradient is taken as one vector: the terms of the bias's nearly cancel under Dice and its kin, and alone
+    The gradient is taken as one vector: the terms of the bias nearly cancel under Dice and its kin, and alone
     it lies up to 1e-5 from float64 either way.
     """
     height, width = target.shape[-2:]
