@@ -183,10 +183,15 @@ class ProgressBar(RichProgressBar):
         self.memory = memory
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Loss, mIoU, samples/s, peak."""
+        """Optimizer steps, loss, mIoU, samples/s, peak."""
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
-        return {**metrics, **live_figures(self.stopwatch, self.memory)}
+        steps = {"step": f"{trainer.global_step}/{trainer.max_steps}"}
+        return {**steps, **metrics, **live_figures(self.stopwatch, self.memory)}
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        # Lightning's own counts to max_epochs, which is -1 here: a run is as long as its steps.
+        return f"Epoch {current_epoch}".ljust(len(self.validation_description))
 
 
 class ProgressLines(Callback):
