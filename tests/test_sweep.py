@@ -130,9 +130,10 @@ def test_a_sweep_killed_halfway_and_resumed_gives_the_same_report(finished, root
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [("submitit_local",), ("joblib", "hydra.launcher.n_jobs=1")])
+@pytest.mark.parametrize("launcher", [("submitit_local",), ("joblib", "hydra.launcher.n_jobs=1"), ("ray",)])
 def test_launchers_that_run_here(root, tmp_path, launcher):
     name, *options = launcher
+    pytest.importorskip(f"hydra_plugins.hydra_{name.partition('_')[0]}_launcher")
     result = sweep(root, tmp_path / "s", "seed=0,1", f"hydra/launcher={name}", *options)
     assert result.returncode == 0, result.stderr
     report = json.loads((tmp_path / "s" / "report.json").read_text())

@@ -45,7 +45,10 @@ def _mlflow(settings: Mapping[str, Any], directory: Path, name: str) -> Logger:
 
     try:
         return MLFlowLogger(
-            experiment_name=name, run_name=directory.name, tracking_uri=settings["tracking_uri"]
+            experiment_name=name,
+            run_name=directory.name,
+            tracking_uri=settings["tracking_uri"],
+            artifact_location=settings["artifact_location"],
         )
     except ModuleNotFoundError as error:
         raise UserError("logger=mlflow: MLflow is not installed; pip install 'seg4k[mlflow]'") from error
