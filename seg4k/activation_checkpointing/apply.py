@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -25,6 +26,8 @@ from seg4k.errors import UserError
 logger = logging.getLogger(__name__)
 
 _APPLIED = "_seg4k_activation_checkpointing"
+_said: WeakKeyDictionary[nn.Module, set[tuple[str, ...]]] = WeakKeyDictionary()
+"""What was logged of each model's in-place modules."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,9 @@ def apply_activation_checkpointing(
                     _set_inplace(inner, False)
                     switched.append(full_names.get(id(inner), f"{name}.{inner_name}"))
                     by_segment[name] += 1
-    if switched:
+    # Once: a model whose plans alternate, to be timed, would say it at every turn.
+    if switched and tuple(switched) not in _said.setdefault(model, set()):
+        _said[model].add(tuple(switched))
         logger.info(
             "made %d in-place modules out-of-place, which lie inside recomputed segments: %s",
             len(switched),

@@ -473,6 +473,8 @@ def test_inplace_modules_are_made_out_of_place_once_and_put_back(toy, caplog):
     with caplog.at_level("INFO"):
         applied = apply_activation_checkpointing(model, make_plan("decoder", list(model.segments())))
         apply_activation_checkpointing(model, make_plan("none", list(model.segments())))
+        apply_activation_checkpointing(model, make_plan("decoder", list(model.segments())))
+        apply_activation_checkpointing(model, make_plan("none", list(model.segments())))
     assert sorted(applied.made_out_of_place) == sorted(inplace)
     assert len([record for record in caplog.records if "out-of-place" in record.message]) == 1
     assert inplace == [name for name, module in model.named_modules() if getattr(module, "inplace", False)]
