@@ -18,7 +18,7 @@ from torch import nn
 from seg4k.activation_checkpointing.plan import Plan
 from seg4k.activation_checkpointing.runs import Membership, RunState
 from seg4k.activation_checkpointing.segment_call import AUDITS, AuditMode, SegmentState
-from seg4k.activation_checkpointing.segments import members, segments_of, unknown_segment
+from seg4k.activation_checkpointing.segments import members, name_segments, segments_of, unknown_segment
 from seg4k.activation_checkpointing.swap import swap_in_member, swap_in_segment, swap_out
 from seg4k.activation_checkpointing.watching import is_sharded
 from seg4k.errors import UserError
@@ -43,7 +43,11 @@ class AppliedPlan:
 
 
 def apply_activation_checkpointing(
-    model: nn.Module, plan: Plan, *, audit: AuditMode = "first_step"
+    model: nn.Module,
+    plan: Plan,
+    *,
+    audit: AuditMode = "first_step",
+    segments: Mapping[str, nn.Module] | None = None,
 ) -> AppliedPlan:
     """Recompute the segments of a model as a plan says.
 
@@ -54,19 +58,24 @@ def apply_activation_checkpointing(
     no gradient will reach it (a frozen encoder), it runs plainly and keeps what it would keep without a plan.
 
     Args:
-        model: has `segments()`, see `segments_of`.
+        model: has `segments()`, see `segments_of`; any other one together with `segments`.
         plan: see `make_plan`.
         audit: watch every operation of each segment in the first step (`first_step`), in each (`always`) or
             in none (`off`); see the module `audit`. The cheap guard, see `guards`, is always on.
+        segments: the parts of somebody's own model, by name in forward order, as `name_segments` takes them;
+            the model keeps them.
 
     Raises:
-        UserError: the plan names what is no segment of the model; one module is two of the plan's segments;
-            a segment's forward was replaced on the module itself; FSDP was put on first.
+        UserError: `segments` holds what is no part of the model; the plan names what is no segment; one
+            module is two of the plan's segments; a segment's forward was replaced on the module itself; FSDP
+            was put on first.
     """
     if audit not in AUDITS:
         raise UserError(f"activation_checkpointing.audit={audit}: choose one of {', '.join(AUDITS)}")
-    segments = segments_of(model)
-    targets = {name: _find(name, segments) for name in plan.recomputed()}
+    if segments is not None:
+        name_segments(model, segments)
+    known = segments_of(model)
+    targets = {name: _find(name, known) for name in plan.recomputed()}
     _check(targets)
     remove_activation_checkpointing(model)
     switched: list[str] = []

@@ -7,7 +7,7 @@ another where the other's name and a dot begin its own. A *run* of consecutive s
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, cast, runtime_checkable
 
 from torch import nn
@@ -33,9 +33,51 @@ def segments_of(model: nn.Module) -> dict[str, nn.Module]:
     if not callable(method):
         raise UserError(
             f"{type(model).__name__} has no method segments(), so activation checkpointing does not know its "
-            "parts. Add one that returns {'encoder.stage0': module, ...}, all segments in forward order."
+            "parts. Add one that returns {'encoder.stage0': module, ...}, all segments in forward order, or "
+            "give that mapping: apply_activation_checkpointing(model, plan, segments={...})."
         )
     return dict(cast(HasSegments, model).segments())
+
+
+class NamedSegments:
+    """Stands in for the method `segments` of a model that has none; copies with the model and pickles."""
+
+    def __init__(self, segments: Mapping[str, nn.Module]) -> None:
+        self._segments = dict(segments)
+
+    def __call__(self) -> dict[str, nn.Module]:
+        """The segments by name, in forward order."""
+        return dict(self._segments)
+
+
+def name_segments(model: nn.Module, segments: Mapping[str, nn.Module]) -> None:
+    """Give somebody's own model the method `segments()`.
+
+    Names like those of `seg4k.models.ViTUNet` (`encoder.stage0`, `encoder.stage0.block0`, `neck.stride8`,
+    `decoder.block0`) make the modes work; a plan may use any.
+
+    Args:
+        model: any. Its class is left as it is.
+        segments: name to a module of the model that its forward calls, in forward order.
+
+    Raises:
+        UserError: a module that is not in the model, that is never called, or that is named twice.
+    """
+    inside = {id(module): name for name, module in model.named_modules()}
+    named: dict[int, str] = {}
+    for name, module in segments.items():
+        where = f"activation_checkpointing: segment {name}"
+        if id(module) not in inside:
+            raise UserError(f"{where} is no module of this {type(model).__name__}: take it from the model")
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and "forward" not in type(module).__dict__:
+            kind = type(module).__name__
+            raise UserError(
+                f"{where} is a {kind} ({inside[id(module)]}), which no model calls: name its members instead"
+            )
+        if id(module) in named:
+            raise UserError(f"{where} is the same module as {named[id(module)]}: leave one of them out")
+        named[id(module)] = name
+    model.__dict__["segments"] = NamedSegments(segments)
 
 
 _RUN = re.compile(r"(?P<stem>.*\D)(?P<first>\d+)-(?P<last>\d+)")
