@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 from seg4k.activation_checkpointing.selective import FUSED
+from seg4k.memory.storages import own_part
 
 __all__ = ["Operation", "Place", "Record", "Recorder"]
 
@@ -24,7 +24,6 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
 }
-_FOLLOWED = "_seg4k_followed"
 _IGNORED = {torch.ops.prim.device.default, aten.detach.default}
 
 
@@ -56,7 +55,8 @@ class Operation:
 class Record:
     """A storage: its bytes, the moments of its birth and end (None while alive), and what it is.
 
-    `kind` is "parameters", "gradients", "optimizer", "inputs", "library", or None for what a step computes.
+    `kind` is "parameters", "gradients", "optimizer", "inputs", "gathered", "library", or None for what a step
+    computes.
     """
 
     bytes: int
@@ -121,10 +121,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.attention.clear()
         self.moved.clear()
 
-    def hold(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Say what the storages under `tensors` are, and count those not seen before."""
+    def hold(self, tensors: Iterable[torch.Tensor], kind: str, *, on_host: bool = False) -> None:
+        """Say what the storages under `tensors` are, and count those not seen before, unless they lie `on_host`."""
         for tensor in tensors:
-            self._record(tensor).kind = kind
+            record = self._record(tensor)
+            record.kind = kind
+            if on_host:
+                self._change(-record.bytes)
+                record.bytes = 0
 
     @contextmanager
     def on_host(self, moved: int) -> Iterator[None]:
@@ -142,20 +146,37 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._record(tensor)
 
     def _record(self, tensor: torch.Tensor) -> Record:
-        storage = tensor.untyped_storage()
+        storage = own_part(tensor).untyped_storage()
         key = storage._cdata
         entry = self._alive.get(key)
         if entry is not None:
             return entry[1]
-        size = -(-storage.nbytes() // self.granularity) * self.granularity
-        if self._on_host or tensor.device.type != "cpu":
-            size = 0
-        record = Record(size, len(self.live), self._exact_place())
+        elsewhere = self._on_host or tensor.device.type != "cpu"
+        record = Record(0 if elsewhere else self._size(storage), len(self.live), self._exact_place())
         # The storage's Python object lives as long as the storage itself, also while only C++ holds it.
         self._alive[key] = (weakref.ref(storage, lambda _: self._end(key)), record)
         self.records.append(record)
-        self._change(size)
+        self._change(record.bytes)
         return record
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has another size: it ends, and another one begins in its place.
+
+        So FSDP lets go of gathered parameters and gathers them again.
+        """
+        entry = self._alive.get(storage._cdata)
+        if entry is None:
+            return
+        reference, before = entry
+        before.freed, before.kind = len(self.live), before.kind or "gathered"
+        self._change(-before.bytes)
+        record = Record(self._size(storage), len(self.live), self._exact_place(), before.kind)
+        self._alive[storage._cdata] = (reference, record)
+        self.records.append(record)
+        self._change(record.bytes)
+
+    def _size(self, storage: torch.UntypedStorage) -> int:
+        return -(-storage.nbytes() // self.granularity) * self.granularity
 
     def _end(self, key: int) -> None:
         _, record = self._alive.pop(key)
@@ -206,7 +227,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made: list[torch.Tensor],
     ) -> None:
         taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        moved = sum(tensor.numel() * tensor.element_size() for tensor in (*taken, *made))
+        moved = sum(part.numel() * part.element_size() for part in map(own_part, (*taken, *made)))
         formula = _FLOPS.get(func._overloadpacket)
         flops = formula(*args, **kwargs, out_val=out) if formula is not None else 0
         dtype = str((taken or made)[0].dtype).removeprefix("torch.") if taken or made else "float32"
@@ -218,76 +239,3 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._place.phase == "backward" and torch.is_grad_enabled():
             return Place(self._place.name, "recompute")
         return self._place
-
-
-class Follower:
-    """Tells a recorder where the step is, by hooks on a model's segments.
-
-    In forward by the segments' calls. In backward by the gradients of their outputs, which are complete when
-    the backward of the segment begins; and by the calls that recomputation makes.
-    """
-
-    def __init__(self, recorder: Recorder, model: nn.Module, segments: dict[str, nn.Module]) -> None:
-        self.recorder = recorder
-        self.phase = "forward"
-        self.entered: Callable[[str, tuple[Any, ...]], None] | None = None
-        self._stack: list[str] = []
-        self._outside = "input"
-        self._handles = []
-        for name, module in segments.items():
-            self._handles.append(module.register_forward_pre_hook(self._enter(name)))
-            self._handles.append(module.register_forward_hook(self._leave(name), always_call=True))
-        self._handles.append(model.register_forward_hook(self._after_model))
-
-    def start(self, phase: str) -> None:
-        """Enter a phase: "forward", "backward" or "optimizer"."""
-        self.phase = phase
-        self._stack.clear()
-        self._outside = {"forward": "input", "backward": "loss"}.get(phase, phase)
-        self.recorder.move(Place(self._outside, phase))
-
-    def close(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            self._stack.append(name)
-            if self.phase == "forward" and self.entered is not None:
-                self.entered(name, inputs)
-            self.recorder.move(Place(name, self.phase))
-
-        return hook
-
-    def _leave(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: object, output: object) -> None:
-            if name in self._stack:  # recomputation may end in the midst of a segment
-                del self._stack[self._stack.index(name) :]
-            if self.phase == "forward":
-                # Between segments, what comes next is their model's own code, or the loss.
-                self._outside = "loss"
-            here = self._stack[-1] if self._stack else self._outside
-            if self.phase == "forward" or self._stack:
-                self.recorder.move(Place(here, self.phase))
-            if self.phase != "forward":
-                return
-            for tensor in tree_leaves(output):
-                # The last segment inside returns the same tensor as the one around it: it comes first in
-                # backward, and says more.
-                traced = isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None
-                if traced and not hasattr(tensor, _FOLLOWED):
-                    setattr(tensor, _FOLLOWED, True)
-                    tensor.register_hook(lambda _: self._reached(name))
-
-        return hook
-
-    def _reached(self, name: str) -> None:
-        if self.phase == "backward":
-            self._stack.clear()
-            self.recorder.move(Place(name, "backward"))
-
-    def _after_model(self, module: nn.Module, inputs: object, output: object) -> None:
-        if self.phase == "forward":
-            self._outside = "loss"
-            self.recorder.move(Place("loss", "forward"))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from seg4k.errors import UserError
 
@@ -32,6 +33,11 @@ class Step:
         zero_grad: where gradients are let go: "before_backward" as Lightning does, so that those of the step
             before are alive during forward, or "after_step".
         copies: further copies of the weights held on the device (1 for a running average).
+        is_first: whether it is the first step, in which the optimizer's state comes into being at the end.
+        processes: how many train together, one per device.
+        shard: shards the model over a mesh of them by FSDP2; None where each holds all of it.
+        buckets: whether gradients are exchanged in buckets of DDP, of which they are views.
+        state_on_host: whether parameters, gradients and optimizer state lie in host memory.
     """
 
     model: nn.Module
@@ -44,6 +50,11 @@ class Step:
     clip: float | None = None
     zero_grad: str = "before_backward"
     copies: int = 0
+    is_first: bool = False
+    processes: int = 1
+    shard: Callable[[nn.Module, DeviceMesh], object] | None = None
+    buckets: bool = False
+    state_on_host: bool = False
 
     def __post_init__(self) -> None:
         if self.precision not in _PRECISIONS:

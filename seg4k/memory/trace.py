@@ -6,9 +6,10 @@ are; only the tensors have no data. What no trace can see are the workspaces of 
 and fragmentation.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -18,14 +19,15 @@ from seg4k.activation_checkpointing import offload
 from seg4k.activation_checkpointing.plan import Plan
 from seg4k.memory.cpu_rules import library_bytes
 from seg4k.memory.cuda_rules import ALLOCATION_BYTES, cuda_rules
-from seg4k.memory.recorder import Follower, Place, Record, Recorder
+from seg4k.memory.distributed import Buckets, coming_and_going, one_of
+from seg4k.memory.follower import Follower
+from seg4k.memory.recorder import Record, Recorder
 from seg4k.memory.step import Step, autocast, faked
-from seg4k.memory.storages import tensors_in
-from seg4k.memory.traced import KINDS, Held, Segment, Trace, around, outermost_of
+from seg4k.memory.storages import own_part, tensors_in
+from seg4k.memory.tally import Noted, held_by, tally
+from seg4k.memory.traced import Argument, Trace
 
 __all__ = ["Trace", "trace"]
-
-_POINTS = 60  # of the outline of live memory, per stretch between two marks
 
 
 def trace(
@@ -39,7 +41,8 @@ def trace(
     """Trace one optimizer step under a plan; Adam's state is there, as in every step but the first.
 
     The model is emptied: its tensors are fake afterwards. The process's autocast is changed meanwhile where
-    `rules` is "cuda"; `seg4k.memory.tracer` gives the step a process of its own.
+    `rules` is "cuda", and its process group is taken where the step is one of several processes';
+    `seg4k.memory.tracer` gives the step a process of its own.
 
     Args:
         step: what to trace.
@@ -49,21 +52,29 @@ def trace(
         with_held: also find out who holds what; see `Held`. The hooks that tell it add some work.
     """
     cuda = rules == "cuda"
+    if step.shard is not None:  # which cannot be undone
+        step = replace(step, model=copy.deepcopy(step.model))
     model = step.model
     recorder = Recorder(ALLOCATION_BYTES) if cuda else Recorder(library=library_bytes)
     with ExitStack() as stack:
         if cuda:
             stack.enter_context(cuda_rules())
             stack.enter_context(_host_copies(recorder))
+        mesh = stack.enter_context(one_of(step.processes)) if step.shard is not None else None
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         faked((model, *step.modules))
         if plan is not None:
             (apply or _apply)(model, plan)
-            stack.callback(apply or _apply, model, Plan())
+            if step.shard is None:
+                stack.callback(apply or _apply, model, Plan())
+        if step.shard is not None:
+            assert mesh is not None
+            step.shard(model, mesh)
+            stack.enter_context(coming_and_going(recorder))
         segments = model.segments()  # type: ignore[operator]
         follower = Follower(recorder, model, segments)
         stack.callback(follower.close)
-        return _Run(step, recorder, follower, segments, cuda, with_held).trace()
+        return _Run(step, recorder, follower, list(segments), cuda, with_held).trace()
 
 
 def _apply(model: nn.Module, plan: Plan) -> None:
@@ -104,16 +115,16 @@ class _Run:
         step: Step,
         recorder: Recorder,
         follower: Follower,
-        segments: Mapping[str, nn.Module],
+        segments: list[str],
         cuda: bool,
         with_held: bool,
     ) -> None:
         self.step, self.recorder, self.follower, self.cuda = step, recorder, follower, cuda
-        self.names = dict.fromkeys([*segments, "input", "loss", "optimizer"])
-        self.with_held = with_held
-        self.saved: dict[str, list[Record]] = {}
-        self.inputs: dict[str, list[Record]] = {}
-        self.fixed_inputs: dict[str, list[Record]] = {}
+        self.names = [*segments, "input", "loss", "optimizer"]
+        self.parameters = [p for p in step.model.parameters() if p.requires_grad]
+        self.buckets = Buckets(step.model) if step.buckets else None
+        self.is_last = False  # of the batches of the step
+        self.noted = Noted() if with_held else None
         self.alive_at_backward: list[Record] = []
 
     def trace(self) -> Trace:
@@ -123,22 +134,20 @@ class _Run:
         copies = [torch.empty_like(tensor) for _ in range(step.copies) for tensor in tensors_in(step.model)]
         batch = step.make_batch()
         optimizer = self._optimizer()
-        parameters = [p for p in step.model.parameters() if p.requires_grad]
         with recorder:
-            recorder.hold(tensors_in([modules, copies]), "parameters")
+            recorder.hold(tensors_in([modules, copies]), "parameters", on_host=step.state_on_host)
             recorder.hold(batch.values(), "inputs")
-            for parameter in parameters:
+            if self.buckets is not None:
+                recorder.hold(self.buckets.tensors(), "gradients")
+            for parameter in self.parameters:
                 parameter.register_post_accumulate_grad_hook(self._gradient)  # type: ignore[no-untyped-call]
-                parameter.grad = torch.zeros_like(parameter)
-            optimizer.step()
-            if step.zero_grad == "after_step":
-                optimizer.zero_grad()
-            recorder.hold(tensors_in(optimizer), "optimizer")
-            recorder.hold((p.grad for p in parameters if p.grad is not None), "gradients")
+            if not step.is_first:
+                self._step_before(optimizer)
             recorder.restart()
-            self._one_step(batch, optimizer, parameters)
-            recorder.hold((p.grad for p in parameters if p.grad is not None), "gradients")
-        return self._result()
+            self._one_step(batch, optimizer)
+            self._hold(optimizer)
+        held = None if self.noted is None else held_by(recorder, self.noted)
+        return tally(recorder, self.names, self.alive_at_backward, held)
 
     def _optimizer(self) -> torch.optim.Optimizer:
         optimizer = self.step.optimizer(self.step.model)
@@ -148,25 +157,37 @@ class _Run:
                     group["foreach"] = True
         return optimizer
 
-    def _gradient(self, parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        self.recorder.record_of(parameter.grad).kind = "gradients"
+    def _step_before(self, optimizer: torch.optim.Optimizer) -> None:
+        """What the step before leaves: the optimizer's state, and gradients that are still there."""
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        if self.step.zero_grad == "after_step":
+            optimizer.zero_grad()
+        self._hold(optimizer)
 
-    def _one_step(
-        self,
-        batch: Mapping[str, torch.Tensor],
-        optimizer: torch.optim.Optimizer,
-        parameters: Sequence[nn.Parameter],
-    ) -> None:
+    def _hold(self, optimizer: torch.optim.Optimizer) -> None:
+        on_host = self.step.state_on_host
+        self.recorder.hold(tensors_in(optimizer), "optimizer", on_host=on_host)
+        self.recorder.hold((p.grad for p in self.parameters if p.grad is not None), "gradients", on_host=on_host)
+
+    def _gradient(self, parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if self.buckets is not None and self.is_last:
+            gradient = self.buckets.take(parameter)
+        self.recorder.record_of(gradient).kind = "gradients"
+
+    def _one_step(self, batch: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
         step, recorder = self.step, self.recorder
         count = min(step.accumulate, 2)  # the second batch of an accumulated step stands for all later ones
         for index in range(count):
-            last = index == count - 1
+            last = self.is_last = index == count - 1
             recorder.count_operations = last
-            self.follower.entered = self._note_inputs if last and self.with_held else None
+            noted = self.noted if last else None
+            self.follower.entered = None if noted is None else self._note_inputs
             self.follower.start("forward")
-            noting = self._noting_saved() if last and self.with_held else nullcontext()
-            with noting, autocast(step.precision):
+            with nullcontext() if noted is None else self._noting_saved(noted), autocast(step.precision):
                 loss = step.loss(step.model, batch) / step.accumulate
             if last:
                 self.alive_at_backward = [r for r in recorder.records if r.freed is None]
@@ -176,141 +197,31 @@ class _Run:
             loss.backward()  # type: ignore[no-untyped-call]
             del loss
         self.follower.start("optimizer")
-        if step.clip is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, step.clip, foreach=True if self.cuda else None)
-        optimizer.step()
+        with recorder.on_host(0) if step.state_on_host else nullcontext():
+            if step.clip is not None:
+                self._clip()
+            optimizer.step()
+
+    def _clip(self) -> None:
+        gradients = [own_part(p.grad) for p in self.parameters if p.grad is not None]
+        torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        torch._foreach_mul_(gradients, 1.0)
 
     def _note_inputs(self, name: str, inputs: tuple[object, ...]) -> None:
+        assert self.noted is not None
         for tensor in inputs:
             if isinstance(tensor, torch.Tensor):
                 record = self.recorder.record_of(tensor)
-                self.inputs.setdefault(name, []).append(record)
+                self.noted.inputs.setdefault(name, []).append(record)
                 if not offload._worth_moving(tensor):
-                    self.fixed_inputs.setdefault(name, []).append(record)
+                    self.noted.fixed_inputs.setdefault(name, []).append(record)
+        self.noted.arguments.setdefault(name, tuple(map(Argument.of, inputs)))
 
     @contextmanager
-    def _noting_saved(self) -> Iterator[None]:
+    def _noting_saved(self, noted: Noted) -> Iterator[None]:
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            self.saved.setdefault(self.recorder.place.name, []).append(self.recorder.record_of(tensor))
+            noted.saved.setdefault(self.recorder.place.name, []).append(self.recorder.record_of(tensor))
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
-
-    def _result(self) -> Trace:
-        recorder = self.recorder
-        live = recorder.live
-        peak = max(live)
-        moment = live.index(peak)
-        segments = {name: Segment() for name in self.names}
-        for place, bytes_ in recorder.peaks.items():
-            phase = "backward" if place.phase == "recompute" else place.phase
-            own = segments[place.name].own_peaks
-            own[phase] = max(own.get(phase, 0), bytes_)
-            for name in around(place.name, segments):
-                peaks = segments[name].peaks
-                peaks[phase] = max(peaks.get(phase, 0), bytes_)
-        for place, work in recorder.operations.items():
-            for name in around(place.name, segments):
-                segments[name].work.setdefault(place.phase, Counter()).update(work)
-        for place, moved in recorder.moved.items():
-            segments[place.name].moved[place.phase] += moved
-        computed = [r for r in self.alive_at_backward if r.kind is None]
-        for record in computed:
-            for name in around(record.place.name, segments):
-                segments[name].saved_bytes += record.bytes
-        static = sum(
-            record.bytes
-            for record in recorder.records
-            if record.kind in ("parameters", "optimizer", "gradients") and record.freed is None
-        )
-        outline, marks = self._outline()
-        return Trace(
-            peak_bytes=peak,
-            peak_at=str(self._place_at(moment)),
-            peak_kinds=self._kinds_at(moment, set(map(id, computed))),
-            static_bytes=static,
-            segments=segments,
-            live=outline,
-            marks=marks,
-            held=self._held() if self.with_held else None,
-        )
-
-    def _place_at(self, moment: int) -> Place:
-        place = Place("input", "forward")
-        for index, mark in self.recorder.marks:
-            if index > moment:
-                break
-            place = mark
-        return Place(outermost_of(place.name, self.names), place.phase)
-
-    def _kinds_at(self, moment: int, kept: set[int]) -> dict[str, int]:
-        kinds = dict.fromkeys(KINDS, 0)
-        for record in self.recorder.records:
-            if record.born > moment or (record.freed is not None and record.freed <= moment):
-                continue
-            kind = record.kind
-            if kind is None:
-                recomputed = record.place.phase == "recompute"
-                kind = "activations" if id(record) in kept or recomputed else "temporaries"
-            kinds[kind] += record.bytes
-        return kinds
-
-    def _held(self) -> Held:
-        index: dict[int, int] = {}
-        records: list[Record] = []
-
-        def numbers(table: dict[str, list[Record]]) -> dict[str, set[int]]:
-            result: dict[str, set[int]] = {}
-            for name, found in table.items():
-                result[name] = set()
-                for record in found:
-                    if record.kind is None:
-                        if id(record) not in index:
-                            index[id(record)] = len(records)
-                            records.append(record)
-                        result[name].add(index[id(record)])
-            return result
-
-        attention: dict[str, list[Record]] = {}
-        for record in self.recorder.attention:
-            attention.setdefault(record.place.name, []).append(record)
-        tables = [numbers(table) for table in (self.saved, self.inputs, self.fixed_inputs, attention)]
-        return Held([r.bytes for r in records], [r.place.name for r in records], *tables)
-
-    def _outline(self) -> tuple[list[int], list[tuple[int, str, str]]]:
-        """Live memory with each stretch thinned to its largest values, and where the stretches begin."""
-        live = self.recorder.live
-        outline: list[int] = []
-        marks: list[tuple[int, str, str]] = []
-        stretches = _stretches(
-            [
-                (index, outermost_of(place.name, self.names), place.phase)
-                for index, place in self.recorder.marks
-            ]
-        )
-        ends = [start for start, _, _ in stretches[1:]] + [len(live)]
-        for (start, name, phase), end in zip(stretches, ends, strict=True):
-            if end > start:
-                marks.append((len(outline), name, phase))
-                size = -(-(end - start) // _POINTS)
-                outline += [max(live[at : min(at + size, end)]) for at in range(start, end, size)]
-        return outline, marks
-
-
-def _stretches(marks: list[tuple[int, str, str]]) -> list[tuple[int, str, str]]:
-    """The marks that begin something new: no returns to code between segments, no taking of turns."""
-    first = {(name, phase): index for index, (_, name, phase) in reversed(list(enumerate(marks)))}
-    last_new = {phase: index for (_, phase), index in sorted(first.items(), key=lambda item: item[1])}
-    kept: list[tuple[int, str, str]] = []
-    turns: set[str] = set()  # the names that share the latest stretch
-    for index, (moment, name, phase) in enumerate(marks):
-        between = name == "loss" and phase == "forward" and index < last_new[phase]
-        if between or (kept and kept[-1][2] == phase and name in turns):
-            continue
-        if len(kept) > 1 and kept[-2][1:] == (name, phase) and kept[-1][2] == phase:
-            turns = {name, kept.pop()[1]}
-            continue
-        kept.append((moment, name, phase))
-        turns = {name}
-    return kept

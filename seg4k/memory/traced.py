@@ -4,11 +4,29 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from seg4k.memory.recorder import Operation
 
-__all__ = ["KINDS", "Held", "Segment", "Trace", "around", "outermost_of"]
+__all__ = ["KINDS", "Argument", "Held", "Segment", "Trace", "around", "outermost_of"]
 
-KINDS = ("parameters", "gradients", "optimizer", "inputs", "activations", "temporaries", "library")
+KINDS = ("parameters", "gradients", "optimizer", "inputs", "activations", "temporaries", "gathered", "library")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor that a segment takes, by its looks."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, value: object) -> object:
+        """The looks of a tensor; anything else as it is."""
+        if isinstance(value, torch.Tensor):
+            return cls(tuple(value.shape), value.dtype, value.requires_grad)
+        return value
 
 
 @dataclass
@@ -45,6 +63,7 @@ class Held:
         inputs: per segment, the storages of its positional arguments.
         fixed_inputs: those of them that offloading leaves where they are.
         attention: per innermost segment, the storages that its attention made.
+        arguments: per segment its positional arguments, tensors as `Argument`.
     """
 
     bytes: list[int]
@@ -53,6 +72,7 @@ class Held:
     inputs: dict[str, set[int]]
     fixed_inputs: dict[str, set[int]]
     attention: dict[str, set[int]]
+    arguments: dict[str, tuple[object, ...]] = field(default_factory=dict)
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """The configured training step as `seg4k.memory` traces it: same model, loss and optimizer, no data."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from seg4k.losses.strips import strip_loss
 from seg4k.memory.step import Batch, Step
 from seg4k.models.vit_unet import ViTUNet, build_model
 from seg4k.training.optimizers import build_optimizer
+from seg4k.training.sharding import shard
+from seg4k.training.strategies import world_size
 
 
 def build_step(config: Mapping[str, Any], num_classes: int, in_channels: int, ignore_index: int) -> Step:
@@ -47,7 +50,8 @@ def build_step(config: Mapping[str, Any], num_classes: int, in_channels: int, ig
         assert isinstance(model, ViTUNet)
         return build_optimizer(config["optimizer"], model.parameters_by_depth())
 
-    count = config["batch"]["per_device"]
+    count, world, strategy = config["batch"]["per_device"], world_size(config["trainer"]), config["strategy"]
+    sharded = strategy["name"] == "fsdp"
     return Step(
         model=model.train(),
         loss=compute,
@@ -58,7 +62,12 @@ def build_step(config: Mapping[str, Any], num_classes: int, in_channels: int, ig
         },
         precision=config["precision"],
         modules=(loss,),
-        accumulate=max(1, config["batch"]["effective"] // count),
+        accumulate=max(1, config["batch"]["effective"] // (count * world)),
         clip=config["trainer"]["gradient_clip"] or None,
         copies=1 if config["trainer"]["ema_decay"] > 0 else 0,
+        is_first=config["trainer"]["max_steps"] == 1,
+        processes=world,
+        shard=partial(shard, reshard_after_forward=strategy["reshard_after_forward"]) if sharded else None,
+        buckets=strategy["name"] == "ddp" and world > 1,
+        state_on_host=bool(strategy.get("cpu_offload")),
     )
