@@ -1,0 +1,135 @@
+"""The suites stay alive: each runs at a tiny size, and every figure in the pages comes from a result."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import seg4k
+
+ROOT = Path(seg4k.__file__).parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+
+import render  # noqa: E402
+
+
+def run(tmp_path, script, *arguments, timeout=300):
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result
+
+
+def suite(tmp_path, name):
+    printed = run(tmp_path, "run.py", "--suite", name, "--quick", "--out", str(tmp_path)).stdout
+    result = json.loads((tmp_path / render.SUITES[name]).read_text())
+    assert {"command", "date", "config", "code", "environment", "device", "threads"} <= set(result)
+    return printed, result
+
+
+def test_the_trace_suite(tmp_path):
+    printed, result = suite(tmp_path, "trace")
+    rows = result["rows"]
+    plain, timm = rows["timm + smp, as it is"], rows["timm set_grad_checkpointing"]
+    assert timm["peak_bytes"] < plain["peak_bytes"]
+    assert timm["flops"] > plain["flops"]
+    assert rows["seg4k selective, loss by strips"]["peak_bytes"] < timm["peak_bytes"]
+    assert result["modes"]["none"]["flops"] == plain["flops"]  # the peer does the same work
+    assert result["floor"]["static_bytes"] == plain["static_bytes"]
+    assert "does not run on fake tensors" in printed
+    assert set(render.tables(tmp_path)) >= {"4k", "limits", "growth", "planning", "modes", "anatomy"}
+
+
+def test_the_gpu_suite_runs_dry_and_prints_its_table_last(tmp_path):
+    printed, result = suite(tmp_path, "gpu")
+    assert [row for row in result["skipped"] if "largest" not in row["name"]] == []
+    agreement = {row["mode"]: row for row in result["agreement"]}
+    assert set(agreement) == {"none, run again", "stage", "block", "layer", "selective"}
+    assert all(row["equal"] for row in agreement.values())  # the CPU is deterministic
+    assert all(row["largest_difference"] == 0 for row in result["parity"])
+    rows = {(row["batch"], row["mode"]): row for row in result["rows"]}
+    assert len(rows) == 2 * 7
+    assert rows[1, "auto, 24 GiB"]["status"] == "completed"
+    assert rows[1, "auto, 1 MiB"]["status"] == "no plan fits"
+    done = [row for row in result["rows"] if row["status"] == "completed"]
+    assert all(row["peak_bytes"] and row["predicted_bytes"] and row["slowdown"] for row in done)
+    assert {row["mode"] for row in result["largest"]} == {"none", "stage", "selective"}
+    last = printed.rstrip().splitlines()[-1]
+    assert last.startswith("| 2 | auto, 24 GiB |")
+
+
+def test_a_gpu_suite_without_time_still_prints(tmp_path):
+    result = run(tmp_path, "gpu.py", "--dry-run", "--seconds", "0.01")
+    assert "the time was up" in result.stdout
+
+
+@pytest.mark.slow
+def test_the_cpu_suite(tmp_path):
+    printed, result = suite(tmp_path, "cpu")
+    rows = result["peers"]["rows"]
+    assert all("failed" not in row for row in rows.values())
+    assert all(row["loss_difference"] == 0 and row["gradients_equal"] for row in rows.values())
+    assert rows["seg4k none"]["loss_difference_to_baseline"] < 1e-5
+    assert rows["seg4k none"]["flops"] == rows["timm + smp, as it is"]["flops"]
+    assert rows["timm set_grad_checkpointing"]["granularity"] == {"block": 6}
+    assert "import seg4k" in printed
+
+
+@pytest.mark.slow
+def test_every_peer_at_a_tiny_size(tmp_path):
+    pytest.importorskip("transformers")
+    out = tmp_path / "peers.json"
+    sizes = ("--encoder", "test_vit", "--size", "64", "--repeats", "1", "--warmup", "0")
+    run(tmp_path, "peers.py", *sizes, "--backend", "aot_eager_decomp_partition", "--out", str(out))
+    rows = json.loads(out.read_text())["rows"]
+    assert {name for name, row in rows.items() if "failed" in row} == set()
+    lost = rows["torch wrapper around each part, reentrant"]["gradients_missing"]
+    assert lost
+    assert all(name.startswith("neck.stride2") for name in lost)
+    assert rows["torch wrapper around each layer"]["buffers_different"] > 0  # BatchNorm counts twice
+    assert rows["transformers gradient_checkpointing_enable"]["granularity"] == {"block": 6}
+
+
+@pytest.mark.slow
+def test_one_step(tmp_path):
+    sizes = ("--encoder", "test_vit", "--height", "64", "--width", "96", "--budget", "8MiB", "--compare")
+    printed = run(tmp_path, "one_step_4k.py", *sizes).stdout
+    assert "equal to none, bit for bit: True" in printed
+
+
+@pytest.mark.slow
+def test_the_pictures_of_the_docs(tmp_path):
+    run(tmp_path, "pictures.py", "--quick", "--out", str(tmp_path))
+    assert {path.name for path in tmp_path.glob("*.png")} == {"granularity.png", "memory_4k.png"}
+
+
+def test_the_pages_say_what_the_results_say():
+    found = render.tables(render.RESULTS)
+    for page in render.PAGES:
+        text = (ROOT / page).read_text()
+        assert render.rendered(text, found) == text, f"{page}: run python benchmarks/render.py"
+
+
+def test_a_page_is_rendered_between_its_markers_only():
+    end = "<!-- end of table -->"
+    page = f"before\n<!-- table: a -->\nold\n{end}\n<!-- table: b -->\nkept\n{end}\n"
+    once = render.rendered(page, {"a": "| new |"})
+    assert once == page.replace("old", "| new |")
+    assert render.rendered(once, {"a": "| new |"}) == once
+
+
+def test_what_fails_is_a_row():
+    row = {"failed": "RuntimeError: no"}
+    base = {"peak_bytes": 2**20, "flops": 10**9, "peak_at": "loss forward"}
+    floor = {"peak_bytes": 2**19, "flops": 10**9, "segment": "head"}
+    table = render.four_k_table({"rows": {"one": base, "two": row}, "floor": floor})
+    assert "| two | RuntimeError: no |" in table
+    assert "| one | 1.0 MiB | 1.000 |" in table
+    gpu = {"batch": 4, "mode": "none", "status": "out of memory", "predicted_bytes": 2**30}
+    assert "| 4 | none | out of memory | 1.00 GiB |" in render.gpu_modes({"rows": [gpu]})
