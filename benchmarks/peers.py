@@ -47,7 +47,7 @@ def measure(arm_name, work, plan, backend):
     arm = ARMS[arm_name]
     model = build(arm.kind, work)
     image, mask = batch_of(work)
-    options = {"plan": Plan(plan) if plan else None, "backend": backend}
+    options = {"plan": None if plan is None else Plan(plan), "backend": backend}
     net = arm.prepare(model, **options).train()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
     losses = []
@@ -122,7 +122,7 @@ def time_arms(names, work, plan, backend, warmup, repeats):
             net = own.get(name)
             if net is None:
                 net = ARMS[name].prepare(
-                    models[kind], plan=Plan(plan) if plan and name == "seg4k auto" else None, backend=backend
+                    models[kind], plan=Plan(plan) if name == "seg4k auto" else None, backend=backend
                 )
                 if net is not models[kind]:
                     own[name] = net.train()

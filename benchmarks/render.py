@@ -93,6 +93,8 @@ def verdict(row):
         said.append("losses equal")
     else:
         said.append(f"losses differ by {row['loss_difference']:.1e}")
+    if row.get("loss_difference_to_baseline", 0) > row["loss_difference"]:
+        said.append(f"within {row['loss_difference_to_baseline']:.1e} of {row['baseline'].split(',')[0]}")
     if row["gradients_missing"]:
         said.append(f"**{len(row['gradients_missing'])} parameters get no gradient**")
     elif row["gradients_equal"]:
@@ -302,6 +304,51 @@ def gpu_modes(result):
     return table(head, rows)
 
 
+README_ROWS = {  # the arm, its name in the traced suite, and in the measured one
+    "timm + smp, no checkpointing": ("timm + smp, as it is", "timm + smp, as it is"),
+    "timm `set_grad_checkpointing`": ("timm set_grad_checkpointing", "timm set_grad_checkpointing"),
+    "torch's wrapper around each layer": (
+        "torch wrapper around each layer",
+        "torch wrapper around each layer",
+    ),
+    "seg4k `stage`": ("seg4k stage", "seg4k stage"),
+    "seg4k `selective`": ("seg4k selective, loss by strips", "seg4k selective"),
+    "seg4k `auto`, 8 GiB": ("seg4k auto for 8 GiB, loss by strips", None),
+}
+
+
+def readme_table(trace, cpu):
+    """The few rows that README shows: traced at 4K, and the step time measured on the CPU."""
+    base = trace["rows"]["timm + smp, as it is"]
+    size_of = cpu["config"]
+    head = [
+        "3840x2160, batch 1",
+        "peak, traced",
+        "of the first",
+        "more work",
+        "batch in 24 GiB",
+        f"step time at {size_of['width']}x{size_of['height']}, CPU",
+    ]
+    rows = []
+    for name, (traced, measured) in README_ROWS.items():
+        row, times = trace["rows"].get(traced), cpu["peers"]["rows"].get(measured, {})
+        if row is None or "failed" in row:
+            continue
+        limit = trace["limits"].get(traced, {}).get("24")
+        ratio = times.get("ratio")
+        rows.append(
+            [
+                name,
+                size(row["peak_bytes"]),
+                f"{row['peak_bytes'] / base['peak_bytes']:.2f}",
+                more(row["flops"], base["flops"]),
+                limit["batch"] if limit else "",
+                f"{ratio:.2f}" if ratio else "",
+            ]
+        )
+    return table(head, rows)
+
+
 def load(suite, results):
     path = results / SUITES[suite]
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
@@ -323,6 +370,8 @@ def tables(results):
         found["modes"] = f"{modes_table(trace)}\n\n{line}"
         found["anatomy"] = f"{anatomy_table(trace)}\n\n{line}"
         found["kinds"] = kinds_table(trace)
+    if cpu and trace:
+        found["readme"] = f"{readme_table(trace, cpu)}\n\n{source(trace)}"
     if gpu:
         found["gpu"] = f"{gpu_tables(gpu)}\n\n{source(gpu)}"
     return found
