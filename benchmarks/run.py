@@ -19,7 +19,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]  # run from anywhere, also without 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no suite needs the network
 
 
-def cpu(quick):
+def cpu(quick, size=256, repeats=5, backend="inductor"):
     import overheads
     from peer_models import PLAIN, Work
     from peers import compare
@@ -29,10 +29,10 @@ def cpu(quick):
         arms = (PLAIN, "seg4k none", "seg4k auto", "timm set_grad_checkpointing")
         options = {"repeats": 1, "warmup": 0, "backend": "aot_eager", "arms": arms}
     else:
-        work = Work()
-        options = {"repeats": 5, "warmup": 1, "backend": "inductor"}
+        work = Work(height=size, width=size)
+        options = {"repeats": repeats, "warmup": 1, "backend": backend}
     config = {**asdict(work), **options, "precision": "fp32", "quick": quick}
-    return config, {"peers": compare(work, **options), "overheads": overheads.suite(quick)}
+    return config, {"peers": compare(work, **options), "overheads": overheads.suite(quick, min(2, repeats))}
 
 
 def trace(quick):
@@ -61,6 +61,9 @@ def main():
     parser.add_argument("--suite", choices=["cpu", "trace", "gpu"], required=True)
     parser.add_argument("--quick", action="store_true", help="a tiny model; for gpu a dry run on the CPU")
     parser.add_argument("--out", type=Path, help="directory; benchmarks/results by default")
+    parser.add_argument("--size", type=int, default=256, help="side of the image in suite cpu")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds that are timed in suite cpu")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile in suite cpu")
     options = parser.parse_args()
     from provenance import RESULTS, provenance
     from render import SUITES, four_k_tables, gpu_tables, overheads_table, peers_table
@@ -68,7 +71,10 @@ def main():
     from seg4k.files import write_json
     from seg4k.training.run_card import finite
 
-    config, found = {"cpu": cpu, "trace": trace, "gpu": gpu}[options.suite](options.quick)
+    if options.suite == "cpu":
+        config, found = cpu(options.quick, options.size, options.repeats, options.backend)
+    else:
+        config, found = {"trace": trace, "gpu": gpu}[options.suite](options.quick)
     result = finite({**provenance(config), **found})
     path = (options.out or RESULTS) / SUITES[options.suite]
     if options.quick and options.out is None:
