@@ -4,15 +4,14 @@ import base64
 import difflib
 import importlib
 import os
-import platform
-import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from seg4k.config_keys import check_keys, explain, root_of
 from seg4k.errors import PlanDoesNotFit, UserError
 
 USAGE = """seg4k VERB [overrides]
@@ -24,6 +23,7 @@ USAGE = """seg4k VERB [overrides]
   evaluate    score a checkpoint: seg4k evaluate checkpoint=FILE data=folder data.root=FOLDER
   predict     write masks and overlays: seg4k predict checkpoint=FILE input=FOLDER output=FOLDER
   export      write ONNX and torch.export files: seg4k export checkpoint=FILE output=FOLDER
+  check-data  read a data set once, name what is wrong: seg4k check-data data=folder data.root=FOLDER
 
 Every override is KEY=VALUE of the configuration in conf/, or GROUP=NAME of one of its groups.
 Exit status: 0 success, 2 a mistake in the command or the data, 3 a plan that does not fit,
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _mistake(str(error))
     except (HydraException, OmegaConfBaseException) as error:
-        return _mistake(_explain(error, verb))
+        return _mistake(explain(error, conf_directory(), verb))
     except KeyboardInterrupt:
         print("seg4k: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -107,14 +107,14 @@ def _plan(overrides: Sequence[str]) -> int:
 
     def task(config: Mapping[str, Any], directory: Path) -> None:
         from seg4k.files import atomic_path, write_json
-        from seg4k.memory.cache import cached
+        from seg4k.memory.cache import cache_directory, cached, question
 
         def answer() -> dict[str, Any]:
             from seg4k.training.planning import answer
 
             return answer(config)
 
-        said = cached(_cache_directory(), _question(config), answer)
+        said = cached(cache_directory(), question(config), answer)
         if said["report"]:
             write_json(directory / "plan.json", said["report"])
         if said["message"]:
@@ -125,21 +125,6 @@ def _plan(overrides: Sequence[str]) -> int:
         print(f"plan.json and memory.png: {directory}")
 
     return run_with_config(task, overrides)
-
-
-def _cache_directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "seg4k" / "plans"
-
-
-def _question(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a plan depends on: configuration, classes of a folder, and the machine where that is meant."""
-    question = {key: value for key, value in config.items() if key not in ("name", "seed", "logger", "speed")}
-    if config["data"].get("root"):
-        files = sorted(Path(config["data"]["root"]).glob("classes.*"))
-        question["classes"] = [file.read_text(encoding="utf-8") for file in files]
-    if config["device"]["name"] == "this":
-        question["machine"] = [platform.node(), platform.processor(), os.cpu_count()]
-    return question
 
 
 def _sweep(overrides: Sequence[str]) -> int:
@@ -206,7 +191,7 @@ def _verb(name: str, module: str) -> Callable[[Sequence[str]], int]:
         def task(config: Mapping[str, Any], _: Path) -> None:
             statuses.append(importlib.import_module(module).run(config))
 
-        run_with_config(task, overrides, name)
+        run_with_config(task, overrides, root_of(conf_directory(), name))
         return max(statuses, default=0)
 
     return verb
@@ -266,7 +251,7 @@ def run_with_config(
     def entry(composed: DictConfig) -> None:
         # Hydra would announce an exception in its own words first.
         try:
-            _check_keys(composed, dict(HydraConfig.get().runtime.choices), conf, root)
+            check_keys(composed, dict(HydraConfig.get().runtime.choices), conf, root)
             config = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
             assert isinstance(config, dict)
             directory = Path(HydraConfig.get().runtime.output_dir)
@@ -287,99 +272,6 @@ def run_with_config(
     return 0
 
 
-def _check_keys(
-    composed: Any,  # noqa: ANN401 - Hydra's DictConfig
-    choices: Mapping[str, str | None],
-    conf: Path,
-    root: str,
-) -> None:
-    """Refuse keys that nothing reads, and words where a number or true/false belongs.
-
-    An experiment file or `+key=value` could bring such keys in unnoticed.
-    """
-    from omegaconf import OmegaConf
-
-    known = _flat(_reference(choices, conf, root))
-    for key, value in _flat(OmegaConf.to_container(composed, resolve=False)).items():
-        if key not in known:
-            raise UserError(f"{key}: no such key.{_did_you_mean(key, known)} See {conf} for all of them.")
-        default = known[key]
-        if isinstance(default, bool) and not isinstance(value, bool):
-            raise UserError(f"{key}={value}: give true or false")
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if isinstance(default, int | float) and not isinstance(default, bool) and not number:
-            raise UserError(f"{key}={value}: give a number, such as {default}")
-
-
-def _reference(choices: Mapping[str, str | None], conf: Path, root: str) -> dict[str, Any]:
-    """Every key of conf/`root`.yaml and of the chosen group files, without what an experiment overrides."""
-    from omegaconf import OmegaConf
-
-    def load(path: Path) -> dict[str, Any]:
-        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-        assert isinstance(content, dict)
-        keys = {str(key): value for key, value in content.items()}
-        for entry in keys.pop("defaults", []):
-            if isinstance(entry, str) and entry != "_self_" and (path.parent / f"{entry}.yaml").is_file():
-                keys = {**load(path.parent / f"{entry}.yaml"), **keys}
-        return keys
-
-    reference = load(conf / f"{root}.yaml")
-    reference.pop("hydra", None)
-    for group, choice in choices.items():
-        if not group.startswith("hydra/") and group != "experiment" and choice is not None:
-            reference[group] = load(conf / group / f"{choice}.yaml")
-    return reference
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:  # noqa: ANN401 - any nesting
-    """Every key of nested mappings as a dotted name, the inner ones too."""
-    found: dict[str, Any] = {}
-    if isinstance(value, Mapping):
-        for key, entry in value.items():
-            found[f"{prefix}{key}"] = entry
-            found |= _flat(entry, f"{prefix}{key}.")
-    return found
-
-
-def _did_you_mean(key: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(key, sorted(known), n=3, cutoff=0.6)
-    return f" Did you mean {' or '.join(near)}?" if near else ""
-
-
-def _explain(error: Exception, verb: str) -> str:
-    """Hydra's message without its advice to append, which would only add a key that nothing reads."""
-    from omegaconf.errors import MissingMandatoryValue
-
-    if isinstance(error, MissingMandatoryValue):
-        return f"{error.full_key}: must be set, {error.full_key}=VALUE"
-    message = str(error)
-    found = re.match(r"Could not override '(?P<key>[^']+)'", message)
-    if found:
-        conf = conf_directory()
-        root = verb if (conf / f"{verb}.yaml").is_file() else "config"
-        known = _flat(_reference(_default_choices(conf, root), conf, root))
-        key = found["key"]
-        if key in known:  # the key is right; what is wrong is the value, and the cause says how
-            return f"{key}: {error.__cause__ or message}"
-        return f"{key}: no such key.{_did_you_mean(key, known)} See {conf} for all of them."
-    if error.__cause__ is not None and str(error.__cause__) not in message:
-        message = f"{message} ({error.__cause__})"
-    return message.strip()
-
-
-def _default_choices(conf: Path, root: str) -> dict[str, str | None]:
-    from omegaconf import OmegaConf
-
-    content = OmegaConf.to_container(OmegaConf.load(conf / f"{root}.yaml"), resolve=False)
-    assert isinstance(content, dict)
-    choices: dict[str, str | None] = {}
-    for entry in content["defaults"]:
-        if isinstance(entry, dict):
-            choices |= {group: name for group, name in entry.items() if not group.startswith("override ")}
-    return choices
-
-
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "plan": _plan,
@@ -387,4 +279,5 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "evaluate": _verb("evaluate", "seg4k.inference.evaluate"),
     "predict": _verb("predict", "seg4k.inference.predict"),
     "export": _verb("export", "seg4k.inference.export"),
+    "check-data": _verb("check-data", "seg4k.data.check"),
 }

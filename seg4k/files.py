@@ -47,3 +47,17 @@ def write_json(path: Path | str, value: Any) -> None:  # noqa: ANN401 - any JSON
         ValueError: where `value` holds NaN or infinity, which are not JSON.
     """
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+@contextmanager
+def locked(path: Path | str) -> Iterator[bool]:
+    """Hold the only lock on a file and yield True; False where the system or the disk has no locks."""
+    with Path(path).open("a") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except (ImportError, OSError):
+            yield False
+        else:
+            yield True

@@ -11,7 +11,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seg4k.data.classes import ClassTable
+from seg4k.data.labels import Labelling
 from seg4k.data.scenes import ArrayScene, PairReader
 from seg4k.errors import UserError
-from seg4k.files import write_json
+from seg4k.files import locked, write_json
 
 CLASSES = ClassTable(("ocean", "land", "lake"), ((38, 70, 120), (196, 178, 128), (84, 214, 255)))
 
@@ -47,7 +47,7 @@ def prepare(root: Path | str) -> Path:
     if intact(root):
         return root
     root.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(root.with_name(f".{root.name}.lock")) as alone:
+    with locked(root.with_name(f".{root.name}.lock")) as alone:
         if intact(root):  # another process was first
             return root
         if root.exists() and not (root / "manifest.json").exists() and any(root.iterdir()):
@@ -100,7 +100,9 @@ def scene(root: Path, split: str) -> ArrayScene:
         ]
         for top in range(0, HEIGHT, height)
     ]
-    return ArrayScene(f"blue_marble/{split}", grid, (HEIGHT, end - start), PairReader(CLASSES, channels=3))
+    return ArrayScene(
+        f"blue_marble/{split}", grid, (HEIGHT, end - start), PairReader(Labelling(CLASSES), channels=3)
+    )
 
 
 def _build(folder: Path) -> None:
@@ -199,20 +201,3 @@ def _write(path: Path, data: bytes) -> str:
 
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[bool]:
-    """Hold the only lock on `path` and yield True; False where the system or the disk has no locks.
-
-    Without it two processes may both build, and the renaming alone keeps the folder whole.
-    """
-    with path.open("a") as file:
-        try:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except (ImportError, OSError):
-            yield False
-        else:
-            yield True

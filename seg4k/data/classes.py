@@ -117,28 +117,7 @@ class ClassTable:
         Raises:
             UserError: where the file is missing or is not of this form.
         """
-        path = Path(path)
-        try:
-            text = path.read_text(encoding="utf-8-sig")
-        except FileNotFoundError:
-            raise UserError(f"The class file {path} does not exist; write it as {_JSON_FORM}.") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"The class file {path} cannot be read ({error}); write it as UTF-8 text."
-            ) from None
-        if path.suffix.lower() in {".csv", ".txt"}:
-            return cls.from_dict({"classes": _csv_classes(text, path)}, str(path))
-        try:
-            value = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"The class file {path} is not JSON ({error}); the form is {_JSON_FORM}."
-            ) from None
-        if isinstance(value, list):
-            value = {"classes": value}
-        if not isinstance(value, dict):
-            raise UserError(f"The class file {path} holds no classes; the form is {_JSON_FORM}.")
-        return cls.from_dict(value, str(path))
+        return cls.from_dict(read_class_file(path), str(path))
 
     def to_dict(self) -> dict[str, Any]:
         """The table as plain lists, numbers and strings; `from_dict` reads it back."""
@@ -174,6 +153,32 @@ class ClassTable:
     def to_rgb(self, labels: NDArray[np.integer[Any]], ignored: Colour = (0, 0, 0)) -> NDArray[np.uint8]:
         """Paint labels (H, W) in the class colours, (H, W, 3) RGB; other labels in the colour `ignored`."""
         return np.asarray(self.palette(ignored)[labels])
+
+
+def read_class_file(path: Path | str) -> dict[str, Any]:
+    """The content of a class file as `{"classes": [...], ...}`, its entries not yet checked.
+
+    Raises:
+        UserError: where the file is missing, or is neither JSON nor lines of classes.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"The class file {path} does not exist; write it as {_JSON_FORM}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"The class file {path} cannot be read ({error}); write it as UTF-8 text.") from None
+    if path.suffix.lower() in {".csv", ".txt"}:
+        return {"classes": _csv_classes(text, path)}
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"The class file {path} is not JSON ({error}); the form is {_JSON_FORM}.") from None
+    if isinstance(value, list):
+        value = {"classes": value}
+    if not isinstance(value, dict):
+        raise UserError(f"The class file {path} holds no classes; the form is {_JSON_FORM}.")
+    return value
 
 
 def _is_int(value: object) -> bool:

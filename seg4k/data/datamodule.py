@@ -1,23 +1,25 @@
 """The LightningDataModule: one source, its training crops and its validation tiles."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from lightning.pytorch import LightningDataModule
 
-from seg4k.data import blue_marble, folder
+from seg4k.data import blue_marble
+from seg4k.data.cache import ArrayCache
 from seg4k.data.classes import ClassTable
+from seg4k.data.formats.base import check_root, load_format, scenes
 from seg4k.data.images import read_image
+from seg4k.data.labels import Labelling
 from seg4k.data.loader import BatchLoader, ResumableLoader
+from seg4k.data.rasters import open_raster
 from seg4k.data.samples import CropDataset, Sample, TileDataset, find_rare
 from seg4k.data.sampling import EpochSampler, EverySampleSampler
-from seg4k.data.scenes import PairReader, Scene
-from seg4k.data.transforms import Augment
-from seg4k.errors import UserError
+from seg4k.data.scenes import PairReader, Scene, Window
+from seg4k.data.settings import Settings
 
 _MOST_WORKERS = 8
 _PICTURE_CANDIDATES = 32
@@ -60,36 +62,57 @@ class BlueMarbleSource:
         return [scene]
 
 
-class FolderSource:
-    """Pairs of files in a plain folder; `in_channels` None takes the channels of the first training image."""
+class FormatSource:
+    """Pairs of files in one of the formats.
 
-    def __init__(self, root: Path | None, in_channels: int | None) -> None:
-        self.class_table = folder.read_classes(root)
-        self.root = root
-        first = folder.first_image(root)
+    Args:
+        name: of the format, for messages.
+        root: the folder of the data set.
+        in_channels: channels of the images; None takes those of the first training image.
+        class_file: classes other than the format's own.
+        open_cache: makes the cache of decoded files, given the folder; called once, when scenes are needed.
+
+    Raises:
+        UserError: where the folder, its classes or its first image are missing or wrong.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        root: Path | None,
+        in_channels: int | None = None,
+        class_file: Path | None = None,
+        open_cache: Callable[[Path], ArrayCache | None] = lambda root: None,
+    ) -> None:
+        self.form = load_format(name)
+        self.root = check_root(name, root, self.form.LAYOUT)
+        labelling = Labelling.from_file(class_file) if class_file else self.form.labelling(self.root)
+        self.class_table = labelling.table
+        channels, dtype = self._first_image()
+        self.in_channels = in_channels or channels
+        self.reader = PairReader(labelling, self.in_channels, dtype)
+        self._open_cache: Callable[[Path], ArrayCache | None] | None = open_cache
+
+    def _first_image(self) -> tuple[int, np.dtype[Any]]:
+        """Channels and type of the first training image; without any, of the first of another split."""
+        splits = self.form.splits(self.root)
+        split = "train" if "train" in splits or not splits else splits[0]
+        first = next(iter(self.form.listing(self.root, split).images.values()))
+        if self.form.WINDOWED:
+            raster = open_raster(first)
+            return raster.channels, raster.dtype
         image = read_image(first)
-        self.in_channels = in_channels or image.shape[2]
-        self.reader = PairReader(self.class_table, self.in_channels, image.dtype)
+        return image.shape[2], image.dtype
 
     def prepare(self) -> None:
         """Nothing: the files are there."""
 
     def scenes(self, split: str) -> Sequence[Scene]:
         """One scene per pair."""
-        return folder.scenes(self.root, split, self.reader)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the datamodule is told beside its source; see conf/data/*.yaml for each."""
-
-    image_size: tuple[int, int]
-    val_size: tuple[int, int] | None = None
-    samples_per_epoch: int | None = None
-    rare_crop_share: float = 0.0
-    rare_classes: tuple[str, ...] = ()
-    augment: Augment = field(default_factory=Augment)
-    num_workers: int | None = 0
+        if self._open_cache is not None:
+            self.reader.cache = self._open_cache(self.root)
+            self._open_cache = None
+        return scenes(self.form, self.root, split, self.reader)
 
 
 class SegmentationDataModule(LightningDataModule):
@@ -152,13 +175,8 @@ class SegmentationDataModule(LightningDataModule):
             rare: dict[int, list[int]] = {}
             if settings.rare_crop_share > 0:
                 rare = find_rare(scenes, {name: table.index(name) for name in settings.rare_classes})
-            dtype = scenes[0].arrays()[0].dtype
-            if settings.augment.jitters and (self.in_channels != 3 or dtype != np.uint8):
-                raise UserError(
-                    f"data.augment.colour is for 8-bit images of 3 channels; these have "
-                    f"{self.in_channels} of "
-                    f"{dtype.itemsize * 8} bits: set data.augment.colour=0."
-                )
+            dtype = scenes[0].inside(Window(0, 0, 1, 1))[0].dtype
+            settings.augment.check_images(self.in_channels, dtype)
             self._train = CropDataset(
                 scenes,
                 settings.image_size,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from seg4k.data.images import Image
+from seg4k.data.images import Image, WrongDepthError
 from seg4k.data.scenes import Window
 from seg4k.errors import UserError
 
@@ -79,7 +79,9 @@ def open_raster(path: Path | str) -> Raster:
     except rasterio.errors.RasterioIOError as error:
         raise UserError(f"{path} cannot be read ({error}); restore, convert or remove the file.") from None
     if not dtypes <= {"uint8", "uint16"} or len(dtypes) != 1:
-        raise UserError(f"{path} holds {', '.join(sorted(dtypes))} values; save all bands with 8 or 16 bits.")
+        raise WrongDepthError(
+            f"{path} holds {', '.join(sorted(dtypes))} values; save all bands with 8 or 16 bits."
+        )
     return Raster(Path(path), size, channels, np.dtype(dtypes.pop()), profile)
 
 

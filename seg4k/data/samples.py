@@ -99,8 +99,7 @@ class CropDataset(Dataset[Sample]):
         label = labels[int(generator.integers(len(labels)))]
         holders = self.rare_scenes[label]
         scene = self.scenes[holders[int(generator.integers(len(holders)))]]
-        positions = scene.positions(label)
-        row, column = divmod(int(positions[int(generator.integers(len(positions)))]), scene.size[1])
+        row, column = scene.place(label, generator)
         return (
             scene,
             _start_around(row, scene.size[0], height, generator),

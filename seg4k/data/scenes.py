@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from seg4k.data.classes import ClassTable
-from seg4k.data.images import Image, Mask, read_image, read_mask
+from seg4k.data.cache import ArrayCache
+from seg4k.data.images import Image, Mask, decode_mask, read_bytes, read_image
+from seg4k.data.labels import Labelling, distinct
 from seg4k.errors import UserError
 
 
@@ -35,14 +35,14 @@ class Scene(Protocol):
     def size(self) -> tuple[int, int]:
         """Height and width in pixels."""
 
-    def arrays(self) -> tuple[Image, Mask]:
-        """The whole image and mask; not to be written to."""
+    def inside(self, window: Window) -> tuple[Image, Mask]:
+        """Image (h, w, C) and mask (h, w) of a window that lies inside the scene; not to be written to."""
 
     def labels(self) -> set[int]:
         """The labels that its mask holds, the ignored one among them."""
 
-    def positions(self, label: int) -> NDArray[np.int64]:
-        """Flat positions (row * width + column) of the pixels with this label."""
+    def place(self, label: int, generator: np.random.Generator) -> tuple[int, int]:
+        """Row and column of one of the pixels with this label, each as likely as any other."""
 
 
 def read_window(scene: Scene, window: Window, ignore_index: int) -> tuple[Image, Mask]:
@@ -50,8 +50,14 @@ def read_window(scene: Scene, window: Window, ignore_index: int) -> tuple[Image,
 
     What lies beyond the scene is black in the image and `ignore_index` in the mask.
     """
-    image, mask = scene.arrays()
-    return crop(image, window), crop(mask, window, ignore_index)
+    # At least one pixel, so that a window that lies wholly beyond the scene has a type and channels.
+    top = min(max(window.top, 0), scene.size[0] - 1)
+    left = min(max(window.left, 0), scene.size[1] - 1)
+    bottom = max(min(window.top + window.height, scene.size[0]), top + 1)
+    right = max(min(window.left + window.width, scene.size[1]), left + 1)
+    image, mask = scene.inside(Window(top, left, bottom - top, right - left))
+    moved = Window(window.top - top, window.left - left, window.height, window.width)
+    return crop(image, moved), crop(mask, moved, ignore_index)
 
 
 def crop(pixels: NDArray[Any], window: Window, fill: int = 0) -> NDArray[Any]:
@@ -76,22 +82,24 @@ class PairReader:
     """Decodes and checks image and mask files; keeps the last few pairs, for tiles of one image.
 
     Attributes:
-        classes: the labels that a mask may hold, beside the ignored one.
+        labelling: what the values of masks mean.
         channels: channels that every image must have.
         dtype: type that every image must have, uint8 or uint16.
         keep: decoded pairs kept in this process.
+        cache: where decoded files are kept for all processes.
     """
 
-    classes: ClassTable
+    labelling: Labelling
     channels: int
     dtype: np.dtype[Any] = field(default_factory=lambda: np.dtype(np.uint8))
     keep: int = 1
+    cache: ArrayCache | None = None
     _kept: OrderedDict[tuple[Path, Path], tuple[Image, Mask]] = field(
         default_factory=OrderedDict, init=False, repr=False
     )
 
     def read(self, image_path: Path, mask_path: Path) -> tuple[Image, Mask]:
-        """Image (H, W, C) and mask (H, W) of a pair.
+        """Image (H, W, C) and mask (H, W) of a pair; not to be written to.
 
         Raises:
             UserError: naming the file, where one is damaged, has other channels or another type than given,
@@ -101,17 +109,8 @@ class PairReader:
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
-        image, mask = read_image(image_path), self.read_mask(mask_path)
-        if image.shape[2] != self.channels:
-            raise UserError(
-                f"{image_path} has {image.shape[2]} channels where {self.channels} are expected; convert it, "
-                f"or set data.in_channels={image.shape[2]} if all images are so."
-            )
-        if image.dtype != self.dtype:
-            raise UserError(
-                f"{image_path} has {image.dtype.itemsize * 8} bits per channel where the first image has "
-                f"{self.dtype.itemsize * 8}; convert one of them."
-            )
+        image, mask = self._read_image(image_path), self.read_mask(mask_path)
+        self.check(image_path, image.shape[2], image.dtype)
         if image.shape[:2] != mask.shape:
             raise size_error(image_path, image.shape[:2], mask_path, mask.shape)
         self._kept[key] = image, mask
@@ -119,27 +118,39 @@ class PairReader:
             self._kept.popitem(last=False)
         return image, mask
 
-    def read_mask(self, path: Path) -> Mask:
-        """A mask (H, W) whose labels are checked.
+    def check(self, path: Path, channels: int, dtype: np.dtype[Any]) -> None:
+        """Refuse an image of other channels or another type than the set has.
 
         Raises:
-            UserError: naming the file and the label, where a label is no class and not ignored.
+            UserError: naming the file.
         """
-        mask = read_mask(path)
-        highest = int(mask.max())
-        if highest >= len(self.classes):
-            present = sorted(present_labels(mask))
-            wrong = [x for x in present if x >= len(self.classes) and x != self.classes.ignore_index]
-            if wrong:
-                raise UserError(
-                    f"The mask {path} holds the label {', '.join(map(str, wrong[:5]))}"
-                    f"{', ...' if len(wrong) > 5 else ''}, but the classes are 0 to "
-                    f"{len(self.classes) - 1} and {self.classes.ignore_index} is ignored; "
-                    "correct the mask, or the class file."
-                )
-        if self.classes.ignore_index > 255 and mask.dtype == np.uint8:
-            return mask.astype(np.uint16)
-        return mask
+        if channels != self.channels:
+            raise UserError(
+                f"{path} has {channels} channels where {self.channels} are expected; convert it, "
+                f"or set data.in_channels={channels} if all images are so."
+            )
+        if dtype != self.dtype:
+            raise UserError(
+                f"{path} has {dtype.itemsize * 8} bits per channel where the first image has "
+                f"{self.dtype.itemsize * 8}; convert one of them."
+            )
+
+    def read_mask(self, path: Path) -> Mask:
+        """A mask (H, W) of labels, which are checked.
+
+        Raises:
+            UserError: naming the file and the value, where it has no class and is not ignored.
+        """
+
+        def read() -> Mask:
+            return self.labelling.apply(decode_mask(read_bytes(path), path, self.labelling.colours), path)
+
+        return read() if self.cache is None else self.cache.array(path, self.labelling.digest, read)
+
+    def _read_image(self, path: Path) -> Image:
+        if self.cache is None:
+            return read_image(path)
+        return self.cache.array(path, "image", lambda: read_image(path))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": OrderedDict()}
@@ -162,13 +173,18 @@ class FileScene:
             raise UserError(f"{self.image_path} has changed its size while the run used it; start again.")
         return image, mask
 
+    def inside(self, window: Window) -> tuple[Image, Mask]:
+        """Image (h, w, C) and mask (h, w) of a window inside it."""
+        image, mask = self.arrays()
+        return crop(image, window), crop(mask, window)
+
     def labels(self) -> set[int]:
         """The labels that the mask holds; the image is not read."""
-        return present_labels(self.reader.read_mask(self.mask_path))
+        return set(distinct(self.reader.read_mask(self.mask_path)))
 
-    def positions(self, label: int) -> NDArray[np.int64]:
-        """Flat positions of the pixels with this label."""
-        return np.flatnonzero(self.arrays()[1] == label)
+    def place(self, label: int, generator: np.random.Generator) -> tuple[int, int]:
+        """Row and column of a random pixel with this label."""
+        return random_place(np.flatnonzero(self.arrays()[1] == label), self.size[1], generator)
 
 
 class ArrayScene:
@@ -213,27 +229,29 @@ class ArrayScene:
             self._arrays = image, mask
         return self._arrays
 
+    def inside(self, window: Window) -> tuple[Image, Mask]:
+        """Image (h, w, C) and mask (h, w) of a window inside it."""
+        image, mask = self.arrays()
+        return crop(image, window), crop(mask, window)
+
     def labels(self) -> set[int]:
         """The labels that the mask holds."""
-        return present_labels(self.arrays()[1])
+        return set(distinct(self.arrays()[1]))
 
-    def positions(self, label: int) -> NDArray[np.int64]:
-        """Flat positions of the pixels with this label."""
+    def place(self, label: int, generator: np.random.Generator) -> tuple[int, int]:
+        """Row and column of a random pixel with this label."""
         if label not in self._positions:
             self._positions[label] = np.flatnonzero(self.arrays()[1] == label)
-        return self._positions[label]
+        return random_place(self._positions[label], self.size[1], generator)
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker that is started afresh decodes the files itself instead of being sent the pixels.
         return {**self.__dict__, "_arrays": None, "_positions": {}}
 
 
-def present_labels(mask: Mask) -> set[int]:
-    """The labels that a mask (H, W) holds."""
-    bins = 256 if mask.dtype == np.uint8 else 65536
-    # A tenth of the time of numpy.bincount, which first widens the mask to 64 bits.
-    counts = cv2.calcHist([mask], [0], None, [bins], [0, bins])
-    return {int(label) for label in np.flatnonzero(counts)}
+def random_place(positions: NDArray[np.int64], width: int, generator: np.random.Generator) -> tuple[int, int]:
+    """Row and column of one of the flat positions (row * width + column)."""
+    return divmod(int(positions[int(generator.integers(len(positions)))]), width)
 
 
 def size_error(image: Path, image_size: Sequence[int], mask: Path, mask_size: Sequence[int]) -> UserError:

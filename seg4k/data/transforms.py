@@ -85,6 +85,18 @@ class Augment:
         """Whether colours are changed at all."""
         return self.colour > 0 and max(self.brightness, self.contrast, self.saturation, self.hue) > 0
 
+    def check_images(self, channels: int, dtype: np.dtype[Any]) -> None:
+        """Refuse a colour jitter of images that have no colours.
+
+        Raises:
+            UserError: for other images than 8-bit ones of 3 channels.
+        """
+        if self.jitters and (channels != 3 or dtype != np.uint8):
+            raise UserError(
+                f"data.augment.colour is for 8-bit images of 3 channels; these have {channels} of "
+                f"{dtype.itemsize * 8} bits: set data.augment.colour=0."
+            )
+
 
 class Transform:
     """Augments crops (H, W, C) with their masks (H, W); the size stays.

@@ -15,9 +15,9 @@ from torch import Tensor
 
 import seg4k
 from seg4k.data.build import build_datamodule
-from seg4k.data.images import list_images, read_image
+from seg4k.data.images import Image, list_images, read_image
 from seg4k.data.samples import to_sample
-from seg4k.data.scenes import Window, crop
+from seg4k.data.scenes import Window, crop, read_window
 from seg4k.errors import UserError
 from seg4k.files import atomic_path, write_json
 from seg4k.inference.evaluate import data_settings
@@ -236,35 +236,45 @@ def _images(segmenter: Segmenter, source: str | None, count: int) -> list[Tensor
     """Up to `count` real images (C, H, W), float32 in [0, 1]: of `source`, or of the checkpoint's data."""
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise UserError(f"count={count}: give a whole number from 1 up")
-    if source is not None:
-        arrays = [read_image(path) for path in list_images(source)[:count]]
-    else:
-        try:
-            settings = data_settings({"name": "checkpoint"}, segmenter.config["data"])
-            data = build_datamodule(settings, seed=0, batch_size=1)
-            scenes = data.val_dataset().scenes
-            arrays = [scene.arrays()[0] for scene in scenes[:count]]
-        except UserError as error:
-            raise UserError(
-                f"the data of the checkpoint cannot be read to verify the export ({error}); "
-                "give images=FOLDER, a folder of images of its kind"
-            ) from None
     size = _whole_patches(segmenter, segmenter.config["data"]["image_size"])
+    wanted = (2 * size[0], 2 * size[1])
     tensors = []
     for number in range(count):
-        array = arrays[number % len(arrays)]
+        # Spread over the diagonal, so that a few images, or one large one, give different windows.
+        array = _window(segmenter, source, number, (number + 0.5) / count, wanted)
         if array.shape[2] != segmenter.in_channels:
             raise UserError(
                 f"the images have {array.shape[2]} channels where the checkpoint takes "
                 f"{segmenter.in_channels}; give images=FOLDER with images of its kind"
             )
-        # Spread over the diagonal, so that a few images, or one large one, give different windows.
-        place = (number + 0.5) / count
-        top, left = (int(max(0, array.shape[axis] - 2 * size[axis]) * place) for axis in (0, 1))
-        window = Window(top, left, 2 * size[0], 2 * size[1])
-        image: Tensor = to_sample(crop(array, window), crop(array, window)[:, :, 0], "")["image"]
+        image: Tensor = to_sample(array, array[:, :, 0], "")["image"]
         tensors.append(image.float() / (255 if image.dtype == torch.uint8 else 1))
     return tensors
+
+
+def _window(
+    segmenter: Segmenter, source: str | None, number: int, place: float, size: tuple[int, int]
+) -> Image:
+    """A window (h, w, C) of the image of this number, at this share of its diagonal."""
+
+    def window(whole: tuple[int, ...]) -> Window:
+        top, left = (int(max(0, whole[axis] - size[axis]) * place) for axis in (0, 1))
+        return Window(top, left, *size)
+
+    if source is not None:
+        paths = list_images(source)
+        array = read_image(paths[number % len(paths)])
+        return crop(array, window(array.shape))
+    try:
+        settings = data_settings({"name": "checkpoint"}, segmenter.config["data"])
+        scenes = build_datamodule(settings, seed=0, batch_size=1).val_dataset().scenes
+        scene = scenes[number % len(scenes)]
+        return read_window(scene, window(scene.size), segmenter.classes.ignore_index)[0]
+    except UserError as error:
+        raise UserError(
+            f"the data of the checkpoint cannot be read to verify the export ({error}); "
+            "give images=FOLDER, a folder of images of its kind"
+        ) from None
 
 
 def _batches(images: list[Tensor], segmenter: Segmenter, size: tuple[int, int] | None) -> list[Tensor]:

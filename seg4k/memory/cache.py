@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import platform
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 from seg4k.files import write_json
 
-__all__ = ["cached"]
+__all__ = ["cache_directory", "cached", "question"]
 
 _PACKAGES = ("torch", "timm", "segmentation-models-pytorch", "lightning")
 
@@ -47,3 +49,22 @@ def cached(
         made = answer()
         write_json(path, made)
         return made
+
+
+def cache_directory() -> Path:
+    """Where plans are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "seg4k" / "plans"
+
+
+def question(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a plan depends on: configuration, classes of a folder, and the machine where that is meant."""
+    asked = {key: value for key, value in config.items() if key not in ("name", "seed", "logger", "speed")}
+    if config["data"].get("root"):
+        root = Path(config["data"]["root"])
+        files = [*sorted(root.glob("classes.*")), *sorted(root.glob("config*.json"))]
+        given = config["data"].get("class_file")
+        files += [Path(given)] if given and Path(given).is_file() else []
+        asked["classes"] = [file.read_text(encoding="utf-8") for file in files]
+    if config["device"]["name"] == "this":
+        asked["machine"] = [platform.node(), platform.processor(), os.cpu_count()]
+    return asked

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from seg4k.data import blue_marble
+from seg4k.data.labels import Labelling
 from seg4k.data.scenes import PairReader
 from seg4k.errors import UserError
 
@@ -94,10 +95,10 @@ def test_bab_el_mandeb_joins_the_sea_and_gibraltar_too(world):
 
 
 def test_the_built_folder_is_a_plain_data_folder_too(marble):
-    from seg4k.data import folder
+    from seg4k.data.formats import base, folder
 
-    assert folder.read_classes(marble) == blue_marble.CLASSES
-    pairs = folder.scenes(marble, "val", PairReader(blue_marble.CLASSES, 3))
+    assert folder.labelling(marble).table == blue_marble.CLASSES
+    pairs = base.scenes(folder, marble, "val", PairReader(Labelling(blue_marble.CLASSES), 3))
     assert len(pairs) == 15
     assert pairs[0].size == (540, 520)
 

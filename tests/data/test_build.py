@@ -3,17 +3,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from seg4k.data.build import build_datamodule
+from seg4k.data.formats import NAMES
 from seg4k.errors import UserError
+from tests.helpers import configuration
 
 CONF = Path(__file__).parents[2] / "conf" / "data"
 
 
 def read(name):
-    config = OmegaConf.create({"data": OmegaConf.load(CONF / f"{name}.yaml")})
-    return OmegaConf.to_container(config.data, resolve=True)
+    return configuration(f"data={name}")["data"]
 
 
 def test_the_config_of_blue_marble_is_whole(marble):
@@ -32,10 +32,11 @@ def test_the_config_of_a_folder_is_whole(make_folder):
     assert datamodule.val_dataset()[0]["image"].shape == (3, 40, 56)
 
 
-@pytest.mark.parametrize("name", ["blue_marble", "folder"])
+@pytest.mark.parametrize("name", ["blue_marble", "base", *NAMES])
 def test_every_key_is_explained_where_it_stands(name):
     for line in (CONF / f"{name}.yaml").read_text().splitlines():
-        if line.strip() and not line.lstrip().startswith("#") and not line.startswith("name:"):
+        key = line.strip()
+        if key and not key.startswith(("#", "-", "name:", "defaults:")):
             assert "  # " in line, line
 
 
@@ -61,6 +62,9 @@ def test_every_key_is_explained_where_it_stands(name):
         ({"in_channels": "three"}, "data.in_channels is 'three'"),
         ({"in_channels": 4}, "train0.png has 3 channels where 4 are expected"),
         ({"augment": {"hflop": 1}}, "Unknown key data.augment.hflop; did you mean 'hflip'"),
+        ({"cache": "disc"}, "data.cache is 'disc'; choose none, ram or disk"),
+        ({"cache_bytes": 0}, "data.cache_bytes is 0; give a whole number from 1 up"),
+        ({"class_file": "/no/file.json"}, "The class file /no/file.json does not exist"),
         ({"root": None}, "data=folder needs a folder: set data.root=FOLDER"),
         ({"root": "/nowhere"}, "The data folder /nowhere does not exist; set data.root=FOLDER"),
     ],

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from seg4k.data.samples import CropDataset, TileDataset, find_rare, tile_windows, to_sample
 from seg4k.data.sampling import PADDING
+from seg4k.data.scenes import crop, random_place
 from seg4k.data.transforms import Augment
 from seg4k.errors import UserError
 
@@ -21,14 +22,14 @@ class Memory:
         for row, column, label in rare:
             self.labels_[row, column] = label
 
-    def arrays(self):
-        return self.image, self.labels_
+    def inside(self, window):
+        return crop(self.image, window), crop(self.labels_, window)
 
     def labels(self):
         return set(np.unique(self.labels_).tolist())
 
-    def positions(self, label):
-        return np.flatnonzero(self.labels_ == label)
+    def place(self, label, generator):
+        return random_place(np.flatnonzero(self.labels_ == label), self.size[1], generator)
 
 
 def crops(scenes, size, **options):
