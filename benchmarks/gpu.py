@@ -119,6 +119,9 @@ class Check:
 
     def start_predictions(self):
         """Trace every batch in processes of their own, while the GPU works."""
+        if self.left() < 5:
+            self.skip("predictions", "the time was up")
+            return
         for batch in self.settings.batches:
             thread = threading.Thread(target=self._predict, args=(batch,), daemon=True)
             thread.start()

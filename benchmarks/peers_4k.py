@@ -209,13 +209,15 @@ def modes(work, names):
 def anatomy(work):
     """What each segment holds from forward to backward where nothing is recomputed, and the physical limit.
 
-    The limit is what stays from step to step and the largest single segment's activations.
+    The limit is what stays from step to step and the activations of the largest segment that no other one
+    divides further.
     """
     step = seg4k_step(work, "bf16", "strips")
     names = [*outermost(step.model.segments()), "loss"]
     found = trace(step, Plan())
-    held = {name: found.segments[name].saved_bytes for name in names}
-    name = max(held, key=lambda key: held[key])
+    held = {name: part.saved_bytes for name, part in found.segments.items()}
+    whole = [name for name in held if not any(other.startswith(f"{name}.") for other in held)]
+    name = max(whole, key=lambda key: held[key])
     segments = {
         name: {
             "saved_bytes": held[name],

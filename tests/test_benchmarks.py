@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import seg4k
 
@@ -34,7 +36,12 @@ def suite(tmp_path, name):
 
 
 def test_the_trace_suite(tmp_path):
-    printed, result = suite(tmp_path, "trace")
+    import peers_4k
+    from provenance import provenance
+
+    work, more = peers_4k.quick()
+    result = {**provenance({}), **peers_4k.suite(work, peers_4k.device_named("rtx4090"), **more)}
+    (tmp_path / render.SUITES["trace"]).write_text(json.dumps(result))
     rows = result["rows"]
     plain, timm = rows["timm + smp, as it is"], rows["timm set_grad_checkpointing"]
     assert timm["peak_bytes"] < plain["peak_bytes"]
@@ -42,7 +49,8 @@ def test_the_trace_suite(tmp_path):
     assert rows["seg4k selective, loss by strips"]["peak_bytes"] < timm["peak_bytes"]
     assert result["modes"]["none"]["flops"] == plain["flops"]  # the peer does the same work
     assert result["floor"]["static_bytes"] == plain["static_bytes"]
-    assert "does not run on fake tensors" in printed
+    assert result["floor"]["peak_bytes"] < rows["seg4k least memory, loss by strips"]["peak_bytes"]
+    assert "does not run on fake tensors" in render.four_k_tables(result)
     assert set(render.tables(tmp_path)) >= {"4k", "limits", "growth", "planning", "modes", "anatomy"}
 
 
@@ -64,9 +72,26 @@ def test_the_gpu_suite_runs_dry_and_prints_its_table_last(tmp_path):
     assert last.startswith("| 2 | auto, 24 GiB |")
 
 
-def test_a_gpu_suite_without_time_still_prints(tmp_path):
-    result = run(tmp_path, "gpu.py", "--dry-run", "--seconds", "0.01")
-    assert "the time was up" in result.stdout
+def test_a_gpu_suite_without_time_still_prints():
+    import gpu
+
+    found = gpu.run(replace(gpu.DRY, seconds=0.01))
+    assert found["rows"] == []
+    assert {row["why"] for row in found["skipped"]} == {"the time was up"}
+    assert "| modes at batch 2 | the time was up |" in render.gpu_tables(found)
+
+
+def test_a_gpu_suite_without_a_gpu_says_so():
+    import gpu
+
+    if not torch.cuda.is_available():
+        assert "no CUDA device" in render.gpu_tables(gpu.run(gpu.FULL))
+
+
+@pytest.mark.slow
+def test_the_trace_suite_as_a_command(tmp_path):
+    printed, _ = suite(tmp_path, "trace")
+    assert "| `none` |" in printed
 
 
 @pytest.mark.slow

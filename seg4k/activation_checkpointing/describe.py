@@ -9,6 +9,7 @@ model taken as `features_only`; Hugging Face's `gradient_checkpointing_enable` r
 layer, which is a whole block. Torch only: what other libraries set is known by its attributes.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -225,7 +226,7 @@ def _grouped(regions: Sequence[CheckpointedRegion]) -> list[str]:
     """One line for all regions that differ in numbers only."""
     groups: dict[tuple[str, ...], list[CheckpointedRegion]] = {}
     for region in regions:
-        shape = "".join("#" if c.isdigit() else c for c in " + ".join(region.modules))
+        shape = re.sub(r"\d+", "#", " + ".join(region.modules))
         key = (shape, str(region.kinds), region.granularity, region.by, str(region.selective))
         groups.setdefault(key, []).append(region)
     lines = []
