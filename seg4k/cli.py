@@ -81,7 +81,12 @@ def _mistake(message: str) -> int:
 def _command(verb: str, overrides: Sequence[str]) -> str:
     program = Path(sys.argv[0]).name
     words = ["python", program] if program == "train.py" else ["seg4k", verb]
-    return shlex.join([*words, *overrides])
+    return " ".join(_quoted(word) for word in (*words, *overrides))
+
+
+def _quoted(word: str) -> str:
+    """The word for a shell, in double quotes where Hydra has quoted a value by single ones."""
+    return f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word)
 
 
 def _train(overrides: Sequence[str]) -> int:

@@ -1,5 +1,6 @@
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -7,9 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import seg4k
-from seg4k.cli import main
+from seg4k.cli import _command, main
 from tests.helpers import make_folder
 
 ROOT = Path(seg4k.__file__).parent.parent
@@ -110,6 +113,12 @@ def test_an_experiment_file_with_a_wrong_key_is_refused(capsys, tmp_path, monkey
     )
     monkeypatch.setattr("seg4k.cli.conf_directory", lambda: tmp_path / "conf")
     assert "trainer.max_step: no such key" in mistake(capsys, ["train", "experiment=mine"])
+
+
+@given(st.lists(st.text(alphabet="a='\"$`\\! \n[]", min_size=1), min_size=1))
+def test_the_command_on_the_card_means_the_same_to_a_shell(words):
+    assert shlex.split(_command("train", words)) == ["seg4k", "train", *words]
+    assert _command("train", ["hydra.run.dir='a/seed=0'"]) == """seg4k train "hydra.run.dir='a/seed=0'\""""
 
 
 @pytest.mark.parametrize("arguments", [[], ["trian"], ["nonsense"]])
