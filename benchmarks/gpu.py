@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -98,14 +97,14 @@ class Check:
     def left(self):
         return self.deadline - time.monotonic()
 
-    @contextmanager
-    def section(self, name):
+    def section(self, name, part, *arguments):
         """Run a part of the check: what fails or comes too late is told, and the rest goes on."""
         start = time.monotonic()
+        if self.left() <= 0:
+            self.skip(name, "the time was up")
+            return
         try:
-            if self.left() <= 0:
-                raise TimeIsUp
-            yield
+            part(*arguments)
         except TimeIsUp:
             self.skip(name, "the time was up")
         except Exception as error:
@@ -387,8 +386,7 @@ def run(settings):
         return check.found
     if settings.device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         check.skip("everything in bf16", f"{torch.cuda.get_device_name()} has no bfloat16")
-        with check.section("gradients in fp32"):
-            gradient_agreement(check)
+        check.section("gradients in fp32", gradient_agreement, check)
         return check.found
 
     def ring(*_):
@@ -398,17 +396,12 @@ def run(settings):
     signal.setitimer(signal.ITIMER_REAL, settings.seconds)
     try:
         check.start_predictions()
-        with check.section("gradients in fp32"):
-            gradient_agreement(check)
-        with check.section("losses in bf16"):
-            loss_parity(check)
-        with check.section("waiting for predictions"):
-            check.wait_for_predictions()
+        check.section("gradients in fp32", gradient_agreement, check)
+        check.section("losses in bf16", loss_parity, check)
+        check.section("waiting for predictions", check.wait_for_predictions)
         for batch in settings.batches:
-            with check.section(f"modes at batch {batch}"):
-                modes_at(check, batch)
-        with check.section("largest batch"):
-            largest_batches(check)
+            check.section(f"modes at batch {batch}", modes_at, check, batch)
+        check.section("largest batch", largest_batches, check)
     except TimeIsUp:  # between two sections
         check.skip("the rest", "the time was up")
     finally:

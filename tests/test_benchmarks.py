@@ -48,7 +48,7 @@ def test_the_trace_suite(tmp_path):
     assert timm["flops"] > plain["flops"]
     assert rows["seg4k selective, loss by strips"]["peak_bytes"] < timm["peak_bytes"]
     assert result["modes"]["none"]["flops"] == plain["flops"]  # the peer does the same work
-    assert result["floor"]["static_bytes"] == plain["static_bytes"]
+    assert result["floor"]["static_bytes"] == pytest.approx(plain["static_bytes"], rel=1e-3)
     assert result["floor"]["peak_bytes"] < rows["seg4k least memory, loss by strips"]["peak_bytes"]
     assert "does not run on fake tensors" in render.four_k_tables(result)
     assert set(render.tables(tmp_path)) >= {"4k", "limits", "growth", "planning", "modes", "anatomy"}
