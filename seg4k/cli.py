@@ -19,6 +19,7 @@ USAGE = """seg4k VERB [overrides]
   train       train a segmenter: seg4k train experiment=quickstart
               (--help lists groups and keys; -m sweeps: seed=0,1,2)
   plan        what a run will cost, and the plan that fits: seg4k plan experiment=vitb_4k device=rtx4090
+              (strategy=fsdp devices=8 for one of several)
   report      judge the runs below a directory: seg4k report outputs/granularity/sweep_...
   evaluate    score a checkpoint: seg4k evaluate checkpoint=FILE data=folder data.root=FOLDER
   predict     write masks and overlays: seg4k predict checkpoint=FILE input=FOLDER output=FOLDER
@@ -91,6 +92,7 @@ def _quoted(word: str) -> str:
 
 def _train(overrides: Sequence[str]) -> int:
     command = _command("train", overrides)
+    overrides = _spelled_out(overrides)
     if {"-m", "--multirun"} & set(overrides):
         return _sweep(overrides)
 
@@ -115,7 +117,7 @@ def _plan(overrides: Sequence[str]) -> int:
         from seg4k.memory.cache import cache_directory, cached, question
 
         def answer() -> dict[str, Any]:
-            from seg4k.training.planning import answer
+            from seg4k.training.plan_answer import answer
 
             return answer(config)
 
@@ -129,7 +131,12 @@ def _plan(overrides: Sequence[str]) -> int:
             picture.write_bytes(base64.b64decode(said["picture"]))
         print(f"plan.json and memory.png: {directory}")
 
-    return run_with_config(task, overrides)
+    return run_with_config(task, _spelled_out(overrides))
+
+
+def _spelled_out(overrides: Sequence[str]) -> list[str]:
+    """Overrides with `devices=8`, which goes with `device=` and `strategy=`, as the key that it means."""
+    return [f"trainer.{word}" if word.startswith("devices=") else word for word in overrides]
 
 
 def _sweep(overrides: Sequence[str]) -> int:

@@ -16,6 +16,11 @@ __all__ = ["cache_directory", "cached", "question"]
 _PACKAGES = ("torch", "timm", "segmentation-models-pytorch", "lightning")
 
 
+def cache_directory() -> Path:
+    """Where answers are kept: below XDG_CACHE_HOME, or else ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "seg4k" / "plans"
+
+
 def _fingerprint(question: Mapping[str, Any]) -> str:
     """A name for a question and all that the answer depends on: versions, and this package's source."""
     digest = hashlib.sha256(json.dumps(question, sort_keys=True, default=str).encode())
@@ -49,11 +54,6 @@ def cached(
         made = answer()
         write_json(path, made)
         return made
-
-
-def cache_directory() -> Path:
-    """Where plans are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "seg4k" / "plans"
 
 
 def question(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,9 @@
 Each operator takes the longer of its FLOPs at the device's rate and its bytes at the memory's. Real kernels
 reach a part of the vendor's peaks; the two factors below bring estimates to a usual size. Plans are
 compared by ratios of such estimates, in which the factors nearly cancel.
+
+Where the forward of a segment was measured on the device (`Device.measured`), its estimates are scaled to
+agree with that: those of its recomputation, in part or as a whole, and of its backward too.
 """
 
 from collections import Counter
@@ -31,8 +34,17 @@ def work_seconds(work: Counter[Operation], device: Device) -> float:
 
 def segment_seconds(trace: Trace, name: str, device: Device, phase: str) -> float:
     """Seconds of one segment in a phase: "forward", "recompute", "backward" or "optimizer"."""
-    work = trace.segments[name].work.get(phase)
-    return work_seconds(work, device) if work else 0.0
+    rest = Counter(trace.segments[name].work.get(phase, {}))
+    total = 0.0
+    for inner, measured in device.measured.items():
+        if rest and (inner == name or inner.startswith(f"{name}.")):
+            work = trace.segments[inner].work
+            estimate = work_seconds(work.get("forward", Counter()), device)
+            if estimate > 0:
+                inside = work.get(phase, Counter())
+                total += measured / estimate * work_seconds(inside, device)
+                rest.subtract(inside)
+    return total + work_seconds(rest, device)
 
 
 def transfer_seconds(trace: Trace, name: str, device: Device) -> float:
@@ -50,7 +62,11 @@ def transfer_seconds(trace: Trace, name: str, device: Device) -> float:
 def step_seconds(trace: Trace, device: Device) -> float:
     """Seconds of one batch, forward and backward, and the optimizer's step."""
     waiting = sum(transfer_seconds(trace, name, device) for name in trace.segments)
-    return work_seconds(trace.work(), device) + waiting
+    phases = ("forward", "recompute", "backward", "optimizer")
+    working = sum(
+        segment_seconds(trace, name, device, phase) for name in trace.outermost() for phase in phases
+    )
+    return working + waiting
 
 
 def added_seconds(trace: Trace, name: str, device: Device) -> float:

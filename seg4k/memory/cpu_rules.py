@@ -5,6 +5,9 @@ width: of the input, the weight and the result on the way forward, and likewise 
 from PyTorch's allocator, so that a measured peak on the CPU contains them. CUDA has no such copies. The sizes
 here follow the order in which the copies are made and let go of, as read from allocator events (torch 2.14,
 AVX-512); buffers of a few KiB and those that depend on the number of threads are left out.
+
+Gloo, which exchanges tensors between processes on the CPU, reduces a copy of what it is to scatter, and
+gathers into a copy of the result.
 """
 
 import math
@@ -67,4 +70,8 @@ def library_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:  # noqa: A
         return max(0, _convolution_backward(args, out))
     if func is aten.native_batch_norm_backward.default:
         return _plain(out[0])
+    if func is torch.ops.c10d._reduce_scatter_base_.default:
+        return _plain(args[1])
+    if func is torch.ops.c10d._allgather_base_.default:
+        return _plain(args[0])
     return 0

@@ -6,6 +6,7 @@ group that exchanges nothing. DDP's buckets are made by hand, since its reducer 
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,23 +37,23 @@ def coming_and_going(recorder: Recorder) -> Iterator[None]:
     """Tell the recorder where a storage changes its size, as those of gathered parameters do."""
     plain: Callable[..., object] = torch.UntypedStorage.resize_
 
-    def resize(storage: torch.UntypedStorage, size: int) -> object:
+    def resize(storage: Any, size: int) -> object:  # noqa: ANN401
         result = plain(storage, size)
         recorder.resized(storage)
         return result
 
-    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign,assignment]
+        torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
 
 
 class Buckets:
     """DDP's buckets: as large as all gradients, there from the start, with gradients that are views of them.
 
-    In forward of the second step they are there twice, since DDP arranges them anew then, while the gradients
-    of the first are not yet let go of.
+    Gradients that are accumulated without an exchange lie beside them, since DDP does not look at them before
+    the last batch of a step.
 
     Args:
         module: whose trainable parameters are exchanged.
@@ -60,7 +61,9 @@ class Buckets:
 
     def __init__(self, module: nn.Module) -> None:
         self._views: Mapping[nn.Parameter, torch.Tensor] = {
-            parameter: torch.zeros_like(parameter) for parameter in module.parameters() if parameter.requires_grad
+            parameter: torch.zeros_like(parameter)
+            for parameter in module.parameters()
+            if parameter.requires_grad
         }
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -68,10 +71,9 @@ class Buckets:
         yield from self._views.values()
 
     def take(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Move a gradient that is complete into its bucket, and return it."""
-        assert parameter.grad is not None
+        """Move a gradient that is complete, if there is one, into its bucket, and return it."""
         view = self._views[parameter]
-        if parameter.grad is not view:
+        if parameter.grad is not None and parameter.grad is not view:
             view.copy_(parameter.grad)
-            parameter.grad = view
+        parameter.grad = view
         return view

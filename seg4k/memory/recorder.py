@@ -122,7 +122,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.moved.clear()
 
     def hold(self, tensors: Iterable[torch.Tensor], kind: str, *, on_host: bool = False) -> None:
-        """Say what the storages under `tensors` are, and count those not seen before, unless they lie `on_host`."""
+        """Say what the storages under `tensors` are, and count them, those that lie `on_host` as nothing."""
         for tensor in tensors:
             record = self._record(tensor)
             record.kind = kind

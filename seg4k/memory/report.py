@@ -100,7 +100,9 @@ def print_report(
             whole.add_row(f"  {kind}", _gib(size), "")
     whole.add_row("work", _tera(predicted["flops"]), _tera(baseline["flops"]))
     whole.add_row(
-        "time, estimated", f"{predicted['step_seconds']:.3f} s", f"{baseline['step_seconds']:.3f} s"
+        "time, from measured segments" if device.measured else "time, estimated",
+        f"{predicted['step_seconds']:.3f} s",
+        f"{baseline['step_seconds']:.3f} s",
     )
     console.print(whole)
     table = Table(title="segments", title_justify="left")

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from seg4k.memory.recorder import Place, Record, Recorder
-from seg4k.memory.traced import KINDS, Argument, Held, Segment, Trace, around, outermost_of
+from seg4k.memory.traced import KINDS, Held, Segment, Trace, around, outermost_of
 
 __all__ = ["Noted", "held_by", "tally"]
 
@@ -26,7 +26,7 @@ class Noted:
     saved: dict[str, list[Record]] = field(default_factory=dict)
     inputs: dict[str, list[Record]] = field(default_factory=dict)
     fixed_inputs: dict[str, list[Record]] = field(default_factory=dict)
-    arguments: dict[str, tuple[Argument | object, ...]] = field(default_factory=dict)
+    arguments: dict[str, tuple[object, ...]] = field(default_factory=dict)
 
 
 def tally(
@@ -98,8 +98,18 @@ def held_by(recorder: Recorder, noted: Noted) -> Held:
     attention: dict[str, list[Record]] = {}
     for record in recorder.attention:
         attention.setdefault(record.place.name, []).append(record)
-    tables = [numbers(table) for table in (noted.saved, noted.inputs, noted.fixed_inputs, attention)]
-    return Held([r.bytes for r in records], [r.place.name for r in records], *tables, noted.arguments)
+    saved, inputs, fixed_inputs, made = (
+        numbers(table) for table in (noted.saved, noted.inputs, noted.fixed_inputs, attention)
+    )
+    return Held(
+        bytes=[record.bytes for record in records],
+        born=[record.place.name for record in records],
+        saved=saved,
+        inputs=inputs,
+        fixed_inputs=fixed_inputs,
+        attention=made,
+        arguments=noted.arguments,
+    )
 
 
 def _place_at(recorder: Recorder, moment: int, names: Mapping[str, object]) -> Place:
@@ -124,9 +134,7 @@ def _kinds_at(recorder: Recorder, moment: int, kept: set[int]) -> dict[str, int]
     return kinds
 
 
-def _outline(
-    recorder: Recorder, names: Mapping[str, object]
-) -> tuple[list[int], list[tuple[int, str, str]]]:
+def _outline(recorder: Recorder, names: Mapping[str, object]) -> tuple[list[int], list[tuple[int, str, str]]]:
     """Live memory with each stretch thinned to its largest values, and where the stretches begin."""
     live = recorder.live
     outline: list[int] = []

@@ -160,7 +160,10 @@ class _Run:
     def _step_before(self, optimizer: torch.optim.Optimizer) -> None:
         """What the step before leaves: the optimizer's state, and gradients that are still there."""
         for parameter in self.parameters:
-            parameter.grad = torch.zeros_like(parameter)
+            if self.buckets is None:
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                self.buckets.take(parameter)
         optimizer.step()
         if self.step.zero_grad == "after_step":
             optimizer.zero_grad()
@@ -169,7 +172,8 @@ class _Run:
     def _hold(self, optimizer: torch.optim.Optimizer) -> None:
         on_host = self.step.state_on_host
         self.recorder.hold(tensors_in(optimizer), "optimizer", on_host=on_host)
-        self.recorder.hold((p.grad for p in self.parameters if p.grad is not None), "gradients", on_host=on_host)
+        gradients = (p.grad for p in self.parameters if p.grad is not None)
+        self.recorder.hold(gradients, "gradients", on_host=on_host)
 
     def _gradient(self, parameter: nn.Parameter) -> None:
         gradient = parameter.grad

@@ -10,7 +10,16 @@ from seg4k.memory.recorder import Operation
 
 __all__ = ["KINDS", "Argument", "Held", "Segment", "Trace", "around", "outermost_of"]
 
-KINDS = ("parameters", "gradients", "optimizer", "inputs", "activations", "temporaries", "gathered", "library")
+KINDS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "inputs",
+    "activations",
+    "temporaries",
+    "gathered",  # parameters, from the other devices
+    "library",
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,7 @@ class Held:
     inputs: dict[str, set[int]]
     fixed_inputs: dict[str, set[int]]
     attention: dict[str, set[int]]
-    arguments: dict[str, tuple[object, ...]] = field(default_factory=dict)
+    arguments: dict[str, tuple[object, ...]]
 
 
 @dataclass
@@ -101,21 +110,12 @@ class Trace:
 
     def flops(self, phase: str | None = None) -> int:
         """FLOPs of one batch, forward and backward; or those of one phase."""
-        outermost = [segment for name, segment in self.segments.items() if not self._is_nested(name)]
         phases = ("forward", "recompute", "backward") if phase is None else (phase,)
-        return sum(segment.flops(which) for segment in outermost for which in phases)
+        return sum(self.segments[name].flops(which) for name in self.outermost() for which in phases)
 
-    def work(self) -> Counter[Operation]:
-        """All the work of one batch, and of the optimizer's step."""
-        total: Counter[Operation] = Counter()
-        for name, segment in self.segments.items():
-            if not self._is_nested(name):
-                for counted in segment.work.values():
-                    total.update(counted)
-        return total
-
-    def _is_nested(self, name: str) -> bool:
-        return outermost_of(name, self.segments) != name
+    def outermost(self) -> list[str]:
+        """The segments and other places that lie in no other."""
+        return [name for name in self.segments if outermost_of(name, self.segments) == name]
 
 
 def outermost_of(name: str, names: Mapping[str, object]) -> str:

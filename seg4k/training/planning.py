@@ -1,35 +1,29 @@
 """From a configuration to a plan and what it will cost, before anything is trained."""
 
-import base64
-import io
+import os
+import platform
 import re
-import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.console import Console
+import torch
 
 from seg4k.activation_checkpointing import Plan, Policy, make_plan
 from seg4k.data.build import build_datamodule
 from seg4k.errors import PlanDoesNotFit, UserError
 from seg4k.memory.auto import AutoPlanner, PlannedStep
+from seg4k.memory.cache import cache_directory, cached
 from seg4k.memory.costs import step_seconds
 from seg4k.memory.devices import Device, device_from_dict, this_device
-from seg4k.memory.ledger import Reading
-from seg4k.memory.preflight import cheapest_changes, does_not_fit, largest_batch, what_led
-from seg4k.memory.report import plan_report, print_report, save_picture
+from seg4k.memory.measured import measure_segments
+from seg4k.memory.preflight import does_not_fit, largest_batch
+from seg4k.memory.report import plan_report
 from seg4k.memory.tracer import Tracer
+from seg4k.training.strategies import check_processes, world_size
 from seg4k.training.traced_step import build_step
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-LOWER = {
-    "batch.per_device": "fewer images at once, batch.effective is kept by accumulation",
-    "data.image_size": "smaller crops",
-    "model.head.stride=2": "the last decoder block left out",
-    "optimizer=sgd": "one moment in place of two",
-}
 
 
 @dataclass(frozen=True)
@@ -80,39 +74,72 @@ def device_of(config: Mapping[str, Any]) -> Device:
     return device
 
 
-def predict(config: Mapping[str, Any], task: Task, *, device: Device | None = None) -> Prediction:
+def with_speeds(device: Device, tracer: Tracer, config: Mapping[str, Any], task: Task) -> Device:
+    """The device with the seconds of each segment, measured once where it is this machine."""
+    if config["device"]["name"] != "this":
+        return device
+    data, batch = config["data"], config["batch"]
+    step = {
+        "model": config["model"],
+        "precision": config["precision"],
+        "image_size": data["image_size"],
+        "per_device": batch["per_device"],
+        "task": [task.num_classes, task.in_channels],
+    }
+    machine = [device.name, device.memory_bytes, platform.node(), platform.processor(), os.cpu_count()]
+
+    def measure() -> dict[str, Any]:
+        held = tracer.trace(Plan(), with_held=True).held
+        assert held is not None
+        built = build_step(config, task.num_classes, task.in_channels, task.ignore_index)
+        return measure_segments(built, held.arguments, torch.device(device.kind))
+
+    known = cached(cache_directory(), {"segments of": step, "on": machine}, measure)
+    return replace(device, measured=known)
+
+
+def predict(
+    config: Mapping[str, Any], task: Task, *, device: Device | None = None, speeds: bool = True
+) -> Prediction:
     """Trace the configured step, and in mode `auto` find its plan.
 
     Args:
         config: the whole configuration.
         task: what of the data matters.
         device: see `device_of`; made from the configuration if None.
+        speeds: whether to measure segments where the device is this machine; mode `auto` does so anyway.
 
     Raises:
         PlanDoesNotFit: the step does not fit, with what would.
         UserError: a mistake in the configuration.
     """
     settings = config["activation_checkpointing"]
+    check_processes(config)
     device = device_of(config) if device is None else device
-    budget = _budget(settings, device)
+    budget = budget_of(settings, device)
     if settings["mode"] != "auto":
-        with _tracer(config, task, device) as tracer:
-            options = {key: value for key, value in settings.items() if key not in ("mode", "audit")}
+        with tracer_for(config, task, device) as tracer:
+            if speeds:
+                device = with_speeds(device, tracer, config, task)
+            options = {
+                key: value for key, value in settings.items() if key not in ("mode", "budget", "audit")
+            }
             plan = make_plan(settings["mode"], tracer.segment_names, **options)
-            step, baseline = (_planned(tracer, device, p) for p in (plan, Plan()))
+            step, baseline = (planned(tracer, device, p) for p in (plan, Plan()))
             report = plan_report(step, baseline, device, budget, tracer.segment_names)
             if not report["feasible"]:
                 planner = AutoPlanner(tracer, device)
-                raise PlanDoesNotFit(_misfit(settings["mode"], step, planner, budget), report)
+                raise PlanDoesNotFit(_misfit(config, step, planner, budget), report)
             return Prediction(plan, step, report)
-    with _tracer(config, task, device) as tracer:
+    with tracer_for(config, task, device) as tracer:
+        device = with_speeds(device, tracer, config, task)
         planner = AutoPlanner(tracer, device, _policies(settings))
         found = planner.at(budget)
         baseline = planner.planned(Plan())
         if found is None:
             smallest = planner.smallest()
             report = plan_report(smallest, baseline, device, budget, tracer.segment_names)
-            raise PlanDoesNotFit(does_not_fit(planner, budget, lower=LOWER), report)
+            raise PlanDoesNotFit(does_not_fit(planner, budget, lower=lowering(config)), report)
         report = plan_report(found, baseline, device, budget, tracer.segment_names)
         return Prediction(found.plan, found, report)
 
@@ -130,45 +157,12 @@ def before_training(config: Mapping[str, Any], task: Task) -> Prediction | None:
     if automatic and config["device"]["name"] == "this" and config["trainer"]["devices"] != 1:
         # Each process would measure its own speed and might choose a plan of its own.
         raise UserError("activation_checkpointing=auto on several devices: name them, such as device=a100-80")
-    return predict(config, task)
-
-
-def after_out_of_memory(config: Mapping[str, Any], memory: Mapping[str, Any]) -> str:
-    """What took the memory when it ran out, and the three cheapest changes that would fit, by trace.
-
-    Args:
-        config: of the run.
-        memory: of its card.
-    """
-    device, task = device_of(config), task_of(config)
-    parts = memory.get("breakdown") or {}
-    reading = Reading(memory["peak_bytes"], memory["peak_source"] or "", memory["reserved_bytes"])
-    led = what_led(reading, parts.get("optimizer", 0), memory["static_bytes"] or 0)
-    per_device = config["batch"]["per_device"]
-    changes: dict[str, dict[str, Any]] = {
-        f"activation_checkpointing={mode}": {"activation_checkpointing": {"mode": mode, "audit": "off"}}
-        for mode in ("selective", "stage", "block")
-        if mode != config["activation_checkpointing"]["mode"]
-    }
-    if per_device > 1:
-        changes[f"batch.per_device={per_device // 2}"] = {
-            "batch": {**config["batch"], "per_device": per_device // 2}
+    if not automatic:  # a budget is what `auto` is to reach, not a limit of the device
+        config = {
+            **config,
+            "activation_checkpointing": {**config["activation_checkpointing"], "budget": None},
         }
-    if config["model"]["head"]["stride"] == 1:
-        changes["model.head.stride=2"] = {"model": {**config["model"], "head": {"stride": 2}}}
-    steps = {}
-    for name, change in changes.items():
-        changed = {**config, **change}
-        settings = changed["activation_checkpointing"]
-        mode = settings["mode"] if settings["mode"] != "auto" else "selective"
-        with _tracer(changed, task, device) as tracer:
-            plan = make_plan(mode, tracer.segment_names, path=settings.get("path"))
-            steps[name] = _planned(tracer, device, plan)
-    now = max(steps.values(), key=lambda step: step.trace.peak_bytes)
-    fitting = cheapest_changes(steps, _budget(config["activation_checkpointing"], device), now)
-    if not fitting:
-        return f"{led} None of {', '.join(changes)} alone would fit; seg4k plan tells what does."
-    return f"{led} What would fit, the cheapest first: {'; '.join(fitting)}."
+    return predict(config, task, speeds=False)
 
 
 def maximize_batch(config: Mapping[str, Any], task: Task, device: Device) -> tuple[int, Prediction]:
@@ -178,19 +172,19 @@ def maximize_batch(config: Mapping[str, Any], task: Task, device: Device) -> tup
         PlanDoesNotFit: not even one image does.
     """
     settings = config["activation_checkpointing"]
-    budget = _budget(settings, device)
-    policies = _policies(settings)
+    budget = budget_of(settings, device)
+    policies, world = _policies(settings), world_size(config["trainer"])
     tracers: list[Tracer] = []
 
     def planner_for(batch: int) -> AutoPlanner:
-        sized = {**config, "batch": {"per_device": batch, "effective": batch}}
-        tracers.append(_tracer(sized, task, device))
-        return AutoPlanner(tracers[-1], device, policies)
+        sized = {**config, "batch": {"per_device": batch, "effective": batch * world}}
+        tracers.append(tracer_for(sized, task, device))
+        return AutoPlanner(tracers[-1], with_speeds(device, tracers[-1], sized, task), policies)
 
     try:
         largest = largest_batch(planner_for, budget)
         if largest is None:
-            raise PlanDoesNotFit(does_not_fit(planner_for(1), budget, lower=LOWER), {})
+            raise PlanDoesNotFit(does_not_fit(planner_for(1), budget, lower=lowering(config)), {})
         planner = planner_for(largest.batch)
         baseline = planner.planned(Plan())
         report = plan_report(largest.step, baseline, device, budget, tracers[-1].segment_names)
@@ -198,39 +192,6 @@ def maximize_batch(config: Mapping[str, Any], task: Task, device: Device) -> tup
     finally:
         for tracer in tracers:
             tracer.close()
-
-
-def answer(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What `seg4k plan` says, as plain values that can be kept and said again.
-
-    Returns:
-        `report` (plan.json), `text`, `picture` (a PNG in base64, empty where nothing was traced), `message`
-        (why nothing fits, empty where something does).
-    """
-    device = device_of(config)
-    task = task_of(config)
-    console = Console(record=True, width=110, file=io.StringIO())
-    try:
-        if config["plan"]["maximize"] == "batch":
-            batch, prediction = maximize_batch(config, task, device)
-            console.print(f"The largest batch per device that fits: {batch}", highlight=False)
-        elif config["plan"]["maximize"] is None:
-            prediction = predict(config, task, device=device)
-        else:
-            raise UserError(f"plan.maximize={config['plan']['maximize']}: choose batch or null")
-    except PlanDoesNotFit as error:
-        return {"report": dict(error.report), "text": "", "picture": "", "message": str(error)}
-    print_report(prediction.report, prediction.step.trace, device, console)
-    with tempfile.TemporaryDirectory() as folder:
-        picture = Path(folder) / "memory.png"
-        save_picture(prediction.step.trace, picture, budget=prediction.report["budget_bytes"])
-        encoded = base64.b64encode(picture.read_bytes()).decode()
-    return {
-        "report": dict(prediction.report),
-        "text": console.export_text(),
-        "picture": encoded,
-        "message": "",
-    }
 
 
 def task_of(config: Mapping[str, Any]) -> Task:
@@ -246,7 +207,28 @@ def task_of(config: Mapping[str, Any]) -> Task:
     return Task(len(classes), data.in_channels, classes.ignore_index)
 
 
-def _budget(settings: Mapping[str, Any], device: Device) -> int:
+def lowering(config: Mapping[str, Any]) -> dict[str, str]:
+    """Settings that lower the smallest budget further, with what each does."""
+    options = {}
+    if config["batch"]["per_device"] > 1:
+        options["batch.per_device=1"] = "fewer images at once; batch.effective is kept by accumulation"
+    height, width = config["data"]["image_size"]
+    options[f"data.image_size=[{height // 2},{width // 2}]"] = "smaller crops"
+    if not config["activation_checkpointing"].get("offload", True):
+        options["activation_checkpointing.offload=true"] = "what segments hold waits in host memory"
+    if config["loss"].get("strips") not in ("auto", None):
+        options["loss.strips=auto"] = "head and loss in strips of rows"
+    if config["model"]["head"]["stride"] == 1:
+        options["model.head.stride=2"] = "the last decoder block left out"
+    if config["optimizer"]["name"] != "sgd":
+        options["optimizer=sgd"] = "one moment in place of two"
+    if config["strategy"]["name"] != "fsdp":
+        options["strategy=fsdp trainer.devices=N"] = "parameters, gradients and moments divided by N"
+    return options
+
+
+def budget_of(settings: Mapping[str, Any], device: Device) -> int:
+    """Bytes that tensors may take: those of the `activation_checkpointing` group, or all but the reserve."""
     budget = settings.get("budget")
     return device.budget_bytes if budget is None else parse_bytes(budget, "activation_checkpointing.budget")
 
@@ -256,22 +238,25 @@ def _policies(settings: Mapping[str, Any]) -> tuple[Policy, ...]:
     return (Policy.SELECTIVE, Policy.RECOMPUTE, *offload)
 
 
-def _tracer(config: Mapping[str, Any], task: Task, device: Device) -> Tracer:
+def tracer_for(config: Mapping[str, Any], task: Task, device: Device) -> Tracer:
+    """A tracer of the configured step, by the rules of the device."""
     return Tracer(
         build_step, dict(config), task.num_classes, task.in_channels, task.ignore_index, rules=device.kind
     )
 
 
-def _planned(tracer: Tracer, device: Device, plan: Plan) -> PlannedStep:
+def planned(tracer: Tracer, device: Device, plan: Plan) -> PlannedStep:
+    """The trace of a plan, and its time."""
     trace = tracer.trace(plan)
     return PlannedStep(plan, trace, step_seconds(trace, device))
 
 
-def _misfit(mode: str, step: PlannedStep, planner: AutoPlanner, budget: int) -> str:
+def _misfit(config: Mapping[str, Any], step: PlannedStep, planner: AutoPlanner, budget: int) -> str:
+    mode = config["activation_checkpointing"]["mode"]
     need = f"activation_checkpointing={mode} needs {step.trace.peak_bytes / 2**30:.2f} GiB"
     better = planner.at(budget)
     if better is None:
-        return f"{need}. {does_not_fit(planner, budget, lower=LOWER)}"
+        return f"{need}. {does_not_fit(planner, budget, lower=lowering(config))}"
     return (
         f"{need}, and {budget / 2**30:.2f} GiB are there. activation_checkpointing=auto fits: "
         f"{better.trace.peak_bytes / 2**30:.2f} GiB, at {better.seconds / step.seconds:.2f} times its time."

@@ -68,15 +68,11 @@ def world_size(settings: Mapping[str, Any]) -> int:
     return int(settings["devices"] * settings["num_nodes"])
 
 
-def check_strategy(config: Mapping[str, Any], accumulate: int | None = None) -> None:
-    """Refuse what torch cannot do, with the reason.
-
-    Args:
-        config: the whole configuration.
-        accumulate: forward passes per optimizer step, where they are known.
+def check_processes(config: Mapping[str, Any]) -> None:
+    """Refuse strategies and numbers of devices that no machine could run.
 
     Raises:
-        UserError: naming the settings that do not go together.
+        UserError: naming the setting.
     """
     strategy, settings = config["strategy"], config["trainer"]
     name = strategy["name"]
@@ -94,6 +90,22 @@ def check_strategy(config: Mapping[str, Any], accumulate: int | None = None) -> 
             f"strategy=single runs on one device, but trainer.devices x trainer.num_nodes is {world}: choose "
             "strategy=ddp, or strategy=fsdp where the model's own memory is too much"
         )
+
+
+def check_strategy(config: Mapping[str, Any], accumulate: int | None = None) -> None:
+    """Refuse what torch cannot do, with the reason.
+
+    Args:
+        config: the whole configuration.
+        accumulate: forward passes per optimizer step, where they are known.
+
+    Raises:
+        UserError: naming the settings that do not go together.
+    """
+    check_processes(config)
+    strategy, settings = config["strategy"], config["trainer"]
+    name, devices, nodes = strategy["name"], settings["devices"], settings["num_nodes"]
+    world = world_size(settings)
     started = int(os.environ.get("WORLD_SIZE", world))
     if started != world and "TORCHELASTIC_RUN_ID" in os.environ:
         raise UserError(

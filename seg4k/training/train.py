@@ -31,8 +31,9 @@ from seg4k.training.interruption import Interruption
 from seg4k.training.launch import WORLD_VARIABLES, Job, Launcher
 from seg4k.training.loggers import build_loggers, log_artifacts
 from seg4k.training.module import ON_NAN, SegmentationModule
+from seg4k.training.out_of_memory import after_out_of_memory
 from seg4k.training.pictures import draw_samples
-from seg4k.training.planning import Task, after_out_of_memory, before_training
+from seg4k.training.planning import Task, before_training
 from seg4k.training.quiet import quiet
 from seg4k.training.run_card import PRECISIONS, blank_card, device_state, ending, finite, write_card
 from seg4k.training.sharding import ShardedSegmentationModule
@@ -93,7 +94,7 @@ def train(config: Mapping[str, Any], directory: Path, command: str) -> dict[str,
         if isinstance(error, Exception) and (reason := _lost(trainer)) is not None:
             card["error"] = f"{reason}; here: {card['error']}"
         if card["status"] == "out_of_memory" and first:
-            advice = after_out_of_memory(config, card["memory"])
+            advice = after_out_of_memory(config, card)
             card["error"] = f"{card['error']} {advice}"
             print(f"seg4k: {advice}", file=sys.stderr, flush=True)
         raise
@@ -294,7 +295,7 @@ def _apply_plan(
 ) -> tuple[dict[str, Any], AppliedPlan]:
     """Apply the plan that was predicted, or else the configured one, and describe it for the card."""
     if plan is None:
-        options = {key: value for key, value in config.items() if key not in ("mode", "audit")}
+        options = {key: value for key, value in config.items() if key not in ("mode", "budget", "audit")}
         plan = make_plan(config["mode"], list(model.segments()), **options)
     # The audit watches operation by operation, and compiled code has none to watch.
     applied = apply_activation_checkpointing(model, plan, audit="off" if compiled else config["audit"])
