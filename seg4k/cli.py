@@ -161,7 +161,10 @@ def _sweep(overrides: Sequence[str]) -> int:
             return
         print(f"sweep: {name}", flush=True)
         quoted = str(directory).replace("'", "\\'")
-        command = [sys.executable, "-m", "seg4k", "train", *point, f"hydra.run.dir='{quoted}'"]
+        # A point that was begun goes on from its newest checkpoint; one that never was starts at step 0.
+        named = any(word.startswith("resume=") for word in point)
+        resume = ["resume=auto"] if config["sweep"]["resume"] and not named else []
+        command = [sys.executable, "-m", "seg4k", "train", *point, *resume, f"hydra.run.dir='{quoted}'"]
         result = subprocess.run(command, check=False)
         statuses.append(result.returncode)
         if result.returncode:

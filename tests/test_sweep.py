@@ -100,6 +100,33 @@ def test_a_resumed_sweep_runs_only_what_is_missing(finished, root, tmp_path):
     assert stable(first) == stable(again)
 
 
+def test_a_resumed_sweep_goes_on_with_a_point_that_was_begun(finished, root, tmp_path):
+    directory, _ = finished
+    copy = tmp_path / "s"
+    shutil.copytree(directory, copy)
+    begun = copy / "stage" / "seed=1"
+    checkpoints = begun / "checkpoints"
+    whole = json.loads((begun / "run_card.json").read_text())
+    shutil.rmtree(begun)
+    # Killed after its first step: checkpoints of an unfinished run, and no card.
+    config = smoke(root, "activation_checkpointing=stage", "seed=1", "trainer.checkpoint_every_steps=1")
+    train({**config, "trainer": {**config["trainer"], "max_steps": 1, "val_every_steps": 1}}, begun, "")
+    (checkpoints / "last.ckpt").rename(checkpoints / "step_00000001.ckpt")
+    (begun / "run_card.json").unlink()
+    plain = sweep(root, copy, "activation_checkpointing=stage", "seed=1", "hydra.sweep.subdir='stage/seed=1'")
+    assert "holds checkpoints of an unfinished run" in plain.stderr
+    (begun / "run_card.json").unlink()
+    result = sweep(root, copy, *POINTS, "sweep.resume=true")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("done before") == 3
+    card = json.loads((begun / "run_card.json").read_text())
+    assert card["faults"]["resumed_from_step"] == 1
+    assert card["metrics"] == whole["metrics"]
+    again = sweep(root, copy, *POINTS, "sweep.resume=true")
+    assert again.stdout.count("done before") == 4
+    assert not json.loads((copy / "report.json").read_text())["notes"]
+
+
 def test_a_point_that_fails_is_a_row_and_the_sweep_goes_on(root, tmp_path):
     result = sweep(root, tmp_path / "s", "batch.effective=3,2", "batch.per_device=2")
     report = json.loads((tmp_path / "s" / "report.json").read_text())

@@ -130,12 +130,14 @@ def differing_keys(first: Run, second: Run) -> list[str]:
 def flat_config(run: Run) -> dict[str, str]:
     """The config of a run, flattened to dotted keys and JSON texts.
 
-    Seed and activation checkpointing are left out, and the run's own directory is written as `<run>`.
+    Seed, activation checkpointing and how the run was started (`resume`, `sweep`) are left out, and the run's
+    own directory is written as `<run>`.
     """
     config = run.card.get("config")
     if not isinstance(config, Mapping):
         return {}
-    kept = {key: value for key, value in config.items() if key not in ("activation_checkpointing", "seed")}
+    apart = ("activation_checkpointing", "seed", "resume", "sweep")
+    kept = {key: value for key, value in config.items() if key not in apart}
     flat = _flatten(kept)
     own = re.compile(rf"(?<=/){re.escape(run.name)}(?=[/\"])")
     return {key: own.sub("<run>", text) for key, text in flat.items()}

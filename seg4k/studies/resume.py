@@ -10,17 +10,20 @@ from seg4k.studies.collect import Run, collect_runs
 
 # Overrides that say how a sweep is run, not what is run: a resumed sweep has them and the first one has not.
 _ABOUT_THE_SWEEP = ("hydra.", "hydra/", "sweep.")
+_ABOUT_THE_START = "resume"
 
 
 def point_key(overrides: Iterable[str]) -> tuple[str, ...]:
     """The overrides of one point in a form that can be compared: sorted, the last of a repeated key counting.
 
-    Overrides of `hydra.*`, `hydra/*` and `sweep.*` are left out: they do not change what a run computes.
+    Overrides of `hydra.*`, `hydra/*`, `sweep.*` and `resume` are left out: they do not change what a run
+    computes.
     """
     last: dict[str, str] = {}
     for override in overrides:
         name = override.strip().partition("=")[0]
-        if name and not name.lstrip("+~").startswith(_ABOUT_THE_SWEEP):
+        bare = name.lstrip("+~")
+        if bare and bare != _ABOUT_THE_START and not bare.startswith(_ABOUT_THE_SWEEP):
             last[name] = override.strip()
     return tuple(sorted(last.values()))
 

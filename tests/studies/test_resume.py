@@ -22,7 +22,10 @@ def record(directory, overrides):
 
 def test_key_is_sorted_and_without_what_is_about_the_sweep():
     assert point_key(
-        ["seed=0", "a=1", "hydra.run.dir=x", "+hydra.x=1", "hydra/launcher=joblib", "sweep.resume=true"]
+        [
+            *("seed=0", "a=1", "hydra.run.dir=x", "+hydra.x=1", "hydra/launcher=joblib"),
+            *("sweep.resume=true", "resume=auto", "++resume=auto"),
+        ]
     ) == (
         "a=1",
         "seed=0",
