@@ -84,4 +84,5 @@ def _source(config: Mapping[str, Any]) -> "Source":
         whole_number("in_channels", config.get("in_channels"), least=1),
         path_or_none("class_file", config.get("class_file")),
         cache,
+        skip_unreadable=config.get("on_error") == "skip",
     )

@@ -20,6 +20,7 @@ from seg4k.data.samples import CropDataset, Sample, TileDataset, find_rare
 from seg4k.data.sampling import EpochSampler, EverySampleSampler
 from seg4k.data.scenes import PairReader, Scene, Window
 from seg4k.data.settings import Settings
+from seg4k.data.unreadable import first_readable
 
 _MOST_WORKERS = 8
 _PICTURE_CANDIDATES = 32
@@ -71,6 +72,7 @@ class FormatSource:
         in_channels: channels of the images; None takes those of the first training image.
         class_file: classes other than the format's own.
         open_cache: makes the cache of decoded files, given the folder; called once, when scenes are needed.
+        skip_unreadable: whether pairs that cannot be read are named and left out.
 
     Raises:
         UserError: where the folder, its classes or its first image are missing or wrong.
@@ -83,7 +85,10 @@ class FormatSource:
         in_channels: int | None = None,
         class_file: Path | None = None,
         open_cache: Callable[[Path], ArrayCache | None] = lambda root: None,
+        *,
+        skip_unreadable: bool = False,
     ) -> None:
+        self.skip_unreadable = skip_unreadable
         self.form = load_format(name)
         self.root = check_root(name, root, self.form.LAYOUT)
         labelling = Labelling.from_file(class_file) if class_file else self.form.labelling(self.root)
@@ -97,11 +102,11 @@ class FormatSource:
         """Channels and type of the first training image; without any, of the first of another split."""
         splits = self.form.splits(self.root)
         split = "train" if "train" in splits or not splits else splits[0]
-        first = next(iter(self.form.listing(self.root, split).images.values()))
+        images = self.form.listing(self.root, split).images.values()
         if self.form.WINDOWED:
-            raster = open_raster(first)
+            raster = first_readable(images, open_raster, skip=self.skip_unreadable)
             return raster.channels, raster.dtype
-        image = read_image(first)
+        image = first_readable(images, read_image, skip=self.skip_unreadable)
         return image.shape[2], image.dtype
 
     def prepare(self) -> None:
@@ -112,7 +117,7 @@ class FormatSource:
         if self._open_cache is not None:
             self.reader.cache = self._open_cache(self.root)
             self._open_cache = None
-        return scenes(self.form, self.root, split, self.reader)
+        return scenes(self.form, self.root, split, self.reader, skip_unreadable=self.skip_unreadable)
 
 
 class SegmentationDataModule(LightningDataModule):
@@ -174,8 +179,15 @@ class SegmentationDataModule(LightningDataModule):
             scenes = self.source.scenes("train")
             rare: dict[int, list[int]] = {}
             if settings.rare_crop_share > 0:
-                rare = find_rare(scenes, {name: table.index(name) for name in settings.rare_classes})
-            dtype = scenes[0].inside(Window(0, 0, 1, 1))[0].dtype
+                rare = find_rare(
+                    scenes,
+                    {name: table.index(name) for name in settings.rare_classes},
+                    skip_unreadable=settings.skip_unreadable,
+                )
+            first = first_readable(
+                scenes, lambda scene: scene.inside(Window(0, 0, 1, 1)), skip=settings.skip_unreadable
+            )
+            dtype = first[0].dtype
             settings.augment.check_images(self.in_channels, dtype)
             self._train = CropDataset(
                 scenes,
@@ -185,6 +197,7 @@ class SegmentationDataModule(LightningDataModule):
                 ignore_index=table.ignore_index,
                 rare_share=settings.rare_crop_share,
                 rare_scenes=rare,
+                skip_unreadable=settings.skip_unreadable,
             )
         return self._train
 
@@ -200,7 +213,12 @@ class SegmentationDataModule(LightningDataModule):
             return self._val
         self.source.prepare()
         scenes = self.source.scenes(split)
-        return TileDataset(scenes, self.settings.val_size, ignore_index=self.class_table.ignore_index)
+        return TileDataset(
+            scenes,
+            self.settings.val_size,
+            ignore_index=self.class_table.ignore_index,
+            skip_unreadable=self.settings.skip_unreadable,
+        )
 
     def train_dataloader(self) -> ResumableLoader:
         """The crops of this process; the sampler's epoch is set by Lightning."""

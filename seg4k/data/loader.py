@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from seg4k.data.samples import CropDataset, Sample, TileDataset
 from seg4k.data.sampling import EpochSampler, EverySampleSampler
+from seg4k.data.unreadable import Reading
 from seg4k.errors import UserError
 
 Batch = dict[str, Any]
@@ -27,6 +28,8 @@ class BatchLoader(DataLoader[Sample]):
         num_workers: int,
         drop_last: bool,
     ) -> None:
+        self._reading = Reading(num_workers) if num_workers else None
+        dataset.reading = self._reading
         super().__init__(
             dataset,
             batch_size=batch_size,
@@ -49,11 +52,26 @@ class BatchLoader(DataLoader[Sample]):
                 return
             except UserError as error:
                 raise _plain(error) from None
+            except RuntimeError as error:
+                if (what := self._killed(batches)) is not None:
+                    raise RuntimeError(what) from error
+                raise
             # Masks travel from the workers with a byte per pixel: int64 is eight times the shared memory.
             small = batch["mask"]
             mask = torch.empty(small.shape, dtype=torch.int64, pin_memory=small.is_pinned())
             batch["mask"] = mask.copy_(small)
             yield batch
+
+    def _killed(self, batches: Iterator[Any]) -> str | None:
+        """What is known of a worker that was killed, None where none was."""
+        for number, worker in enumerate(getattr(batches, "_workers", ())):
+            if worker.exitcode and self._reading is not None:
+                file = self._reading.of(number) or "nothing in particular"
+                return (
+                    f"a process that reads images ended with status {worker.exitcode} while it read {file}: "
+                    "the file may be damaged, or memory is short (data.num_workers=0 needs least)"
+                )
+        return None
 
 
 class ResumableLoader(BatchLoader):

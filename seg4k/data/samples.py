@@ -15,6 +15,7 @@ from seg4k.data.images import Image, Mask
 from seg4k.data.sampling import PADDING, Key, sample_generator, scene_order
 from seg4k.data.scenes import Scene, Window, read_window
 from seg4k.data.transforms import Augment, Transform
+from seg4k.data.unreadable import Reading, first_readable, name_once, noted
 from seg4k.errors import UserError
 
 Sample = dict[str, Any]
@@ -22,6 +23,8 @@ Sample = dict[str, Any]
 
 
 _SCAN_THREADS = 4
+_ATTEMPTS = 16  # to find a scene that can be read
+_REPLACEMENT = 2**40
 
 
 class CropDataset(Dataset[Sample]):
@@ -34,6 +37,9 @@ class CropDataset(Dataset[Sample]):
     A crop that is larger than its scene holds all of it; the rest is black and ignored. There is no length:
     an epoch has as many samples as its sampler takes.
 
+    Attributes:
+        reading: told which scene is read, where it is given.
+
     Args:
         scenes: where crops are read.
         size: height and width of a crop.
@@ -42,7 +48,10 @@ class CropDataset(Dataset[Sample]):
         ignore_index: label of what lies beyond a scene.
         rare_share: share of crops that are placed on rare classes, 0 to 1.
         rare_scenes: for each rare class, by its label, the indices of the scenes that have it.
+        skip_unreadable: whether a crop of a scene that cannot be read is replaced by one of another scene.
     """
+
+    reading: Reading | None = None
 
     def __init__(
         self,
@@ -54,6 +63,7 @@ class CropDataset(Dataset[Sample]):
         ignore_index: int,
         rare_share: float = 0.0,
         rare_scenes: dict[int, list[int]] | None = None,
+        skip_unreadable: bool = False,
     ) -> None:
         self.scenes = scenes
         self.size = size
@@ -62,12 +72,24 @@ class CropDataset(Dataset[Sample]):
         self.ignore_index = ignore_index
         self.rare_share = rare_share
         self.rare_scenes = rare_scenes or {}
+        self.skip_unreadable = skip_unreadable
         self._transform = Transform(augment, size) if augment.transforms else None
         self._order: tuple[tuple[int, int], NDArray[np.int64]] = ((-1, -1), np.empty(0, np.int64))
 
     def __getitem__(self, key: Key) -> Sample:
         epoch, index = key
-        generator = sample_generator(self.seed, epoch, index)
+        for attempt in range(_ATTEMPTS if self.skip_unreadable else 1):
+            # Far from any index of an epoch, and as fixed by (seed, epoch, index) as the first one.
+            replaced = index + attempt * _REPLACEMENT
+            try:
+                return self._crop(epoch, replaced, sample_generator(self.seed, epoch, replaced))
+            except UserError as error:
+                if not self.skip_unreadable or attempt == _ATTEMPTS - 1:
+                    raise
+                name_once(error)
+        raise AssertionError
+
+    def _crop(self, epoch: int, index: int, generator: np.random.Generator) -> Sample:
         height, width = self._window_size(generator)
         if self.rare_scenes and generator.random() < self.rare_share:
             scene, top, left = self._rare_place(height, width, generator)
@@ -75,7 +97,8 @@ class CropDataset(Dataset[Sample]):
             scene = self._scene_in_turn(epoch, index)
             top = _random_start(scene.size[0], height, generator)
             left = _random_start(scene.size[1], width, generator)
-        image, mask = read_window(scene, Window(top, left, height, width), self.ignore_index)
+        with noted(self.reading, scene):
+            image, mask = read_window(scene, Window(top, left, height, width), self.ignore_index)
         image, mask = _resize(image, mask, self.size)
         if self._transform is not None:
             image, mask = self._transform(image, mask, generator)
@@ -99,7 +122,8 @@ class CropDataset(Dataset[Sample]):
         label = labels[int(generator.integers(len(labels)))]
         holders = self.rare_scenes[label]
         scene = self.scenes[holders[int(generator.integers(len(holders)))]]
-        row, column = scene.place(label, generator)
+        with noted(self.reading, scene):
+            row, column = scene.place(label, generator)
         return (
             scene,
             _start_around(row, scene.size[0], height, generator),
@@ -113,15 +137,29 @@ class TileDataset(Dataset[Sample]):
     The last tile of a row or column reaches beyond its scene; what lies there is black and ignored. The index
     `PADDING` gives a tile that is ignored as a whole.
 
+    Attributes:
+        reading: told which scene is read, where it is given.
+
     Args:
         scenes: what is covered.
         size: height and width of a tile; None takes each scene as one tile.
         ignore_index: label of what lies beyond a scene.
+        skip_unreadable: whether a tile of a scene that cannot be read is ignored as a whole.
     """
 
-    def __init__(self, scenes: Sequence[Scene], size: tuple[int, int] | None, *, ignore_index: int) -> None:
+    reading: Reading | None = None
+
+    def __init__(
+        self,
+        scenes: Sequence[Scene],
+        size: tuple[int, int] | None,
+        *,
+        ignore_index: int,
+        skip_unreadable: bool = False,
+    ) -> None:
         self.scenes = scenes
         self.ignore_index = ignore_index
+        self.skip_unreadable = skip_unreadable
         self.tiles: list[tuple[int, Window]] = [
             (number, window)
             for number, scene in enumerate(scenes)
@@ -134,12 +172,33 @@ class TileDataset(Dataset[Sample]):
     def __getitem__(self, key: Key | int) -> Sample:
         index = key if isinstance(key, int) else key[1]
         number, window = self.tiles[0 if index == PADDING else index]
-        scene = self.scenes[number]
-        image, mask = read_window(scene, window, self.ignore_index)
         if index == PADDING:
-            return to_sample(np.zeros_like(image), np.full_like(mask, self.ignore_index), "padding")
+            return self._ignored(window)
+        scene = self.scenes[number]
+        try:
+            with noted(self.reading, scene):
+                image, mask = read_window(scene, window, self.ignore_index)
+        except UserError as error:
+            if not self.skip_unreadable:
+                raise
+            name_once(error)
+            return self._ignored(window)
         whole = window == (0, 0, *scene.size)
         return to_sample(image, mask, scene.name if whole else f"{scene.name}@{window.top},{window.left}")
+
+    def _ignored(self, window: Window) -> Sample:
+        """A black tile of the size of a window, of the type of any other."""
+
+        def corner(scene: Scene) -> tuple[Image, Mask]:
+            return read_window(scene, Window(0, 0, 1, 1), self.ignore_index)
+
+        image, mask = first_readable(self.scenes, corner, skip=self.skip_unreadable)
+        size = (window.height, window.width)
+        return to_sample(
+            np.zeros((*size, image.shape[2]), image.dtype),
+            np.full(size, self.ignore_index, mask.dtype),
+            "padding",
+        )
 
 
 def tile_windows(size: tuple[int, int], tile: tuple[int, int] | None) -> list[Window]:
@@ -163,15 +222,27 @@ def to_sample(image: Image, mask: Mask, name: str) -> Sample:
     return {"image": torch.from_numpy(channels_first), "mask": torch.from_numpy(labels), "name": name}
 
 
-def find_rare(scenes: Sequence[Scene], classes: dict[str, int]) -> dict[int, list[int]]:
+def find_rare(
+    scenes: Sequence[Scene], classes: dict[str, int], *, skip_unreadable: bool = False
+) -> dict[int, list[int]]:
     """For each class, given as name and label, the indices of the scenes that have it.
 
     Raises:
-        UserError: where no scene has one of them.
+        UserError: where no scene has one of them, or a mask cannot be read and is not to be skipped.
     """
+
+    def labels(scene: Scene) -> set[int]:
+        try:
+            return scene.labels()
+        except UserError as error:
+            if not skip_unreadable:
+                raise
+            name_once(error)
+            return set()
+
     found: dict[int, list[int]] = {label: [] for label in classes.values()}
     with ThreadPoolExecutor(_SCAN_THREADS) as threads:  # decoding releases the interpreter
-        for number, present in enumerate(threads.map(lambda scene: scene.labels(), scenes)):
+        for number, present in enumerate(threads.map(labels, scenes)):
             for label in found.keys() & present:
                 found[label].append(number)
     for name, label in classes.items():

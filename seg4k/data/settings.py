@@ -20,7 +20,9 @@ _KEYS = (
     "rare_classes",
     "augment",
     "num_workers",
+    "on_error",
 )
+_ON_ERROR = ("stop", "skip")
 _FORMAT_KEYS = ("in_channels", "class_file", "cache", "cache_bytes", "cache_dir")
 _MORE_KEYS: dict[str, tuple[str, ...]] = {"blue_marble": (), **dict.fromkeys(NAMES, _FORMAT_KEYS)}
 
@@ -36,6 +38,7 @@ class Settings:
     rare_classes: tuple[str, ...] = ()
     augment: Augment = field(default_factory=Augment)
     num_workers: int | None = 0
+    skip_unreadable: bool = False
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
@@ -62,6 +65,9 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
         raise UserError(
             "data.rare_crop_share needs classes: set data.rare_classes=[NAME, ...], or the share to 0."
         )
+    on_error = config.get("on_error", "stop")
+    if on_error not in _ON_ERROR:
+        raise UserError(f"data.on_error is {on_error!r}; choose {' or '.join(_ON_ERROR)}.")
     return Settings(
         image_size=image_size,
         val_size=_size("val_size", config.get("val_size")),
@@ -70,6 +76,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
         rare_classes=rare,
         augment=Augment.from_config(config.get("augment")),
         num_workers=whole_number("num_workers", config.get("num_workers", 0), least=0),
+        skip_unreadable=on_error == "skip",
     )
 
 

@@ -12,6 +12,7 @@ from seg4k.data.labels import Labelling
 from seg4k.data.raster_scenes import RasterScene
 from seg4k.data.rasters import open_raster
 from seg4k.data.scenes import FileScene, PairReader, Scene, size_error
+from seg4k.data.unreadable import name_once
 from seg4k.errors import UserError
 
 MASK_SUFFIXES = (".png", ".tif", ".tiff")  # JPEG changes labels
@@ -212,10 +213,13 @@ def from_list(
     return Listing(chosen, {name: masks[name] for name in chosen if name in masks}, mask_of, faults)
 
 
-def scenes(form: Format, root: Path, split: str, reader: PairReader) -> list[Scene]:
+def scenes(
+    form: Format, root: Path, split: str, reader: PairReader, *, skip_unreadable: bool = False
+) -> list[Scene]:
     """The pairs of a split; existence, pairing and sizes are checked.
 
-    Sizes come from the files' headers; pixels are not read but where a header cannot be understood.
+    Sizes come from the files' headers; pixels are not read but where a header cannot be understood. With
+    `skip_unreadable`, pairs that cannot be read, or do not fit each other, are named and left out.
 
     Raises:
         UserError: where a folder is missing or empty, an image has no mask, two files have the same name, or
@@ -229,10 +233,26 @@ def scenes(form: Format, root: Path, split: str, reader: PairReader) -> list[Sce
         more = f" (and {len(missing) - 1} more images)" if len(missing) > 1 else ""
         raise UserError(missing[0].replace(" has no mask", f"{more} has no mask", 1))
     pairs = [(name, image, listing.masks[name]) for name, image in listing.images.items()]
+    make = _raster_scene if form.WINDOWED else _file_scene
+
+    def scene(pair: tuple[str, Path, Path]) -> Scene | None:
+        try:
+            return make(*pair, reader)
+        except UserError as error:
+            if not skip_unreadable:
+                raise
+            name_once(error)
+            return None
+
     if form.WINDOWED:
-        return [_raster_scene(*pair, reader) for pair in pairs]
-    with ThreadPoolExecutor(_HEADER_THREADS) as threads:  # on a shared disk each header is a wait
-        return list(threads.map(lambda pair: _file_scene(pair[0], pair[1], pair[2], reader), pairs))
+        found = [scene(pair) for pair in pairs]
+    else:
+        with ThreadPoolExecutor(_HEADER_THREADS) as threads:  # on a shared disk each header is a wait
+            found = list(threads.map(scene, pairs))
+    kept = [one for one in found if one is not None]
+    if not kept:
+        raise UserError(f"None of the {len(pairs)} pairs of the split {split} in {root} can be read.")
+    return kept
 
 
 def _file_scene(name: str, image: Path, mask: Path, reader: PairReader) -> Scene:
