@@ -42,7 +42,7 @@ def coming_and_going(recorder: Recorder) -> Iterator[None]:
         recorder.resized(storage)
         return result
 
-    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401 - any nesting of containers
@@ -37,12 +38,24 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
+def _held(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that hold the memory of one that wraps others: shards, quantised values and scales."""
+    if is_traceable_wrapper_subclass(tensor):
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for part in inner:
+            if isinstance(part, torch.Tensor):  # a sharded tensor has its mesh among its parts
+                yield from _held(part)
+    else:
+        yield tensor
+
+
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages under `tensors`, views and shared storages counted once."""
     seen: dict[int, int] = {}
     for tensor in tensors:
-        storage = own_part(tensor).untyped_storage()
-        seen[storage._cdata] = storage.nbytes()
+        for part in _held(tensor):
+            storage = part.untyped_storage()
+            seen[storage._cdata] = storage.nbytes()
     return sum(seen.values())
 
 

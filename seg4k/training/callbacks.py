@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -156,10 +157,31 @@ class MemoryWatch(Callback):
             return None
         return {**self.static_parts, "activations": max(0, peak - self.static_bytes)}
 
+    def figures(self) -> dict[str, Any]:
+        """The `memory` of the run card, as far as it is measured, of this process."""
+        reading = self.reading()
+        return {
+            "peak_bytes": reading.peak_bytes,
+            "peak_source": reading.peak_source,
+            "reserved_bytes": reading.reserved_bytes,
+            "static_bytes": self.static_bytes,
+            "breakdown": self.breakdown(),
+        }
+
     def reading(self) -> Reading:
         """What was measured so far."""
         self.close()
         return self.ledger.reading() if self.ledger is not None else Reading(None, "cpu_allocator", None)
+
+
+def largest_peak(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of the figures of every process those of the one with the largest peak, and the peaks of all.
+
+    What has to fit is the device that needs most.
+    """
+    peaks = [one["peak_bytes"] for one in figures]
+    largest = max(range(len(peaks)), key=lambda rank: peaks[rank] or 0)
+    return {**figures[largest], "peak_bytes_per_rank": peaks}
 
 
 def live_figures(stopwatch: Stopwatch, memory: MemoryWatch) -> dict[str, str]:

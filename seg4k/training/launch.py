@@ -37,12 +37,14 @@ class Job:
         config: the whole configuration, plain values.
         directory: the run directory.
         command: the command as it was typed.
+        preflight: the plan and its predicted peak, once known, so that no process finds out again.
         on_lost: called in the first process when another has failed and this one hangs; it must not return.
     """
 
     config: dict[str, Any]
     directory: str
     command: str
+    preflight: dict[str, Any] | None = None
     on_lost: Callable[[str], None] | None = field(default=None, repr=False)
 
     def to_json(self) -> str:

@@ -16,6 +16,7 @@ from seg4k.losses.loss import SegmentationLoss
 from seg4k.losses.strips import evaluate_strips, strip_statistics
 from seg4k.metrics import ConfusionMatrix
 from seg4k.models.vit_unet import ViTUNet
+from seg4k.training.eight_bit import from_plain, to_plain
 from seg4k.training.global_batch import (
     GlobalBatch,
     average_running_statistics,
@@ -237,7 +238,11 @@ class SegmentationModule(LightningModule):
         """Add what the file needs to load with nothing else."""
         checkpoint["seg4k"] = dict(self.description)
         checkpoint["skipped_steps"] = self.skipped_steps
+        if "optimizer_states" in checkpoint:
+            checkpoint["optimizer_states"] = to_plain(checkpoint["optimizer_states"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go on counting."""
         self.skipped_steps = checkpoint["skipped_steps"]
+        if "optimizer_states" in checkpoint:
+            checkpoint["optimizer_states"] = from_plain(checkpoint["optimizer_states"])

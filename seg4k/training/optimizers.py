@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from seg4k.errors import UserError
+from seg4k.training.eight_bit import adamw_8bit
 
 # Not decayed whatever their shape: a norm's scale, a bias, and tokens that are added rather than multiplied.
 UNDECAYED = ("pos_embed", "cls_token", "reg_token", "gamma", "freqs")
@@ -69,7 +70,9 @@ def build_optimizer(
     if config["name"] == "sgd":
         momentum = config["momentum"]
         return torch.optim.SGD(groups, lr=config["lr"], momentum=momentum, nesterov=momentum > 0)
-    raise UserError(f"optimizer.name={config['name']}: choose adamw or sgd")
+    if config["name"] == "adamw_8bit":
+        return adamw_8bit(groups, lr=config["lr"], betas=(config["betas"][0], config["betas"][1]))
+    raise UserError(f"optimizer.name={config['name']}: choose adamw, adamw_8bit or sgd")
 
 
 def schedule(config: Mapping[str, Any], max_steps: int) -> Callable[[int], float]:

@@ -144,25 +144,30 @@ def predict(
         return Prediction(found.plan, found, report)
 
 
-def before_training(config: Mapping[str, Any], task: Task) -> Prediction | None:
-    """The plan and its cost where `preflight` asks for it, or the mode is `auto`; None otherwise.
+def before_training(config: Mapping[str, Any], task: Task) -> dict[str, Any]:
+    """The plan and its predicted peak, as plain values for every process of the run.
+
+    Returns:
+        `plan` (segment name to policy, in order) and `predicted_peak_bytes`.
 
     Raises:
         PlanDoesNotFit: the run cannot fit the device.
         UserError: see `predict`.
     """
-    automatic = config["activation_checkpointing"]["mode"] == "auto"
-    if not (automatic or config["preflight"]):
-        return None
-    if automatic and config["device"]["name"] == "this" and config["trainer"]["devices"] != 1:
-        # Each process would measure its own speed and might choose a plan of its own.
-        raise UserError("activation_checkpointing=auto on several devices: name them, such as device=a100-80")
-    if not automatic:  # a budget is what `auto` is to reach, not a limit of the device
-        config = {
-            **config,
-            "activation_checkpointing": {**config["activation_checkpointing"], "budget": None},
-        }
-    return predict(config, task, speeds=False)
+    if config["activation_checkpointing"]["mode"] != "auto":
+        # A budget is what `auto` is to reach, not a limit of the device.
+        settings = {**config["activation_checkpointing"], "budget": None}
+        config = {**config, "activation_checkpointing": settings}
+    prediction = predict(config, task, speeds=False)
+    return {
+        "plan": {name: str(policy) for name, policy in prediction.plan.items()},
+        "predicted_peak_bytes": prediction.report["predicted"]["peak_bytes"],
+    }
+
+
+def is_predicted(config: Mapping[str, Any]) -> bool:
+    """Whether `before_training` is called for: `preflight` asks for it, or the mode is `auto`."""
+    return bool(config["preflight"]) or config["activation_checkpointing"]["mode"] == "auto"
 
 
 def maximize_batch(config: Mapping[str, Any], task: Task, device: Device) -> tuple[int, Prediction]:

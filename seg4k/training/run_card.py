@@ -15,7 +15,8 @@ import seg4k
 from seg4k.files import write_json, write_text
 
 SCHEMA = 1
-PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}  # in Lightning's words
+# In Lightning's words.
+PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "fp64": "64-true"}
 STATUSES = ("completed", "out_of_memory", "failed", "interrupted")
 PACKAGES = ("torch", "lightning", "timm", "segmentation-models-pytorch", "albumentations", "numpy")
 
@@ -96,7 +97,7 @@ def render(card: Mapping[str, Any]) -> str:
             f"{batch['effective']} images of {width} x {height}",
         ),
         ("activation checkpointing", f"{plan['mode']}, {len(plan['segments'])} segments recomputed"),
-        ("peak memory", f"{readable_bytes(memory['peak_bytes'])} ({memory['peak_source']})"),
+        ("peak memory", _peak(memory)),
         ("of it parameters, gradients, optimizer", readable_bytes(memory["static_bytes"])),
         ("speed", _speed(speed)),
         ("validation mIoU", _score(metrics["val_miou"])),
@@ -132,6 +133,14 @@ def _speed(speed: Mapping[str, Any]) -> str:
         f"{speed['samples_per_second']:.3g} samples/s, {speed['step_seconds_median']:.3g} s a step (median), "
         f"{wait:.1%} of it waiting for data"
     )
+
+
+def _peak(memory: Mapping[str, Any]) -> str:
+    peak = f"{readable_bytes(memory['peak_bytes'])} ({memory['peak_source']})"
+    ranks = memory.get("peak_bytes_per_rank") or []
+    if len(ranks) < 2:
+        return peak
+    return f"{peak}, the largest of {', '.join(map(readable_bytes, ranks))}"
 
 
 def _score(value: float | None) -> str:
@@ -180,6 +189,7 @@ def blank_card(config: Mapping[str, Any], command: str) -> dict[str, Any]:
         "activation_checkpointing": {"mode": config["activation_checkpointing"]["mode"], "segments": []},
         "memory": {
             "peak_bytes": None,
+            "peak_bytes_per_rank": None,
             "peak_source": None,
             "reserved_bytes": None,
             "predicted_peak_bytes": None,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,6 +33,10 @@ class DDP(DDPStrategy):
         assert self.cluster_environment is not None
         self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes, self.job)
 
+    def meet(self) -> None:
+        """Connect the processes, before Lightning does; once is enough."""
+        self.setup_environment()
+
 
 class FSDP(ModelParallelStrategy):
     """`ModelParallelStrategy` (FSDP2) over all devices, with weights saved whole, in one file.
@@ -52,6 +57,10 @@ class FSDP(ModelParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes, self.job)
+
+    def meet(self) -> None:
+        """Connect the processes, before Lightning does; once is enough."""
+        self._setup_distributed()
 
     def model_to_device(self) -> None:
         """Move the model to the device; where parameters are offloaded, its buffers only."""
@@ -112,6 +121,8 @@ def check_strategy(config: Mapping[str, Any], accumulate: int | None = None) -> 
             f"torchrun started {started} processes, but trainer.devices={devices} x trainer.num_nodes={nodes}"
             ": set them (and strategy=ddp or fsdp) to what torchrun was told"
         )
+    if name != "single" and SLURMEnvironment.detect():
+        _check_slurm(devices, nodes)
     gpu = uses_gpu(settings["accelerator"])
     if gpu and devices > torch.cuda.device_count():
         raise UserError(
@@ -139,11 +150,38 @@ def check_strategy(config: Mapping[str, Any], accumulate: int | None = None) -> 
                 "strategy.static_graph and strategy.find_unused_parameters exclude each other: with a static "
                 "graph DDP finds unused parameters by itself, once; set one of them to false"
             )
+    if name == "fsdp" and config["precision"] == "fp16":
+        raise UserError(
+            "precision=fp16 with strategy=fsdp: Lightning's sharded strategy has no gradient scaler; set "
+            "precision=bf16"
+        )
+    if name == "fsdp" and config["optimizer"]["name"] == "adamw_8bit":
+        raise UserError(
+            "optimizer=adamw_8bit with strategy=fsdp: moments quantised by torchao in blocks cannot be read "
+            "back into shards that end inside a block, so the run could not go on from its checkpoint; "
+            "fsdp divides the moments of optimizer=adamw by the number of devices"
+        )
     if name == "fsdp" and settings["ema_decay"] > 0:
         raise UserError(
             f"trainer.ema_decay={settings['ema_decay']} with strategy=fsdp: the moving average would keep a "
             "whole copy of a model that is sharded; set trainer.ema_decay=0 or strategy=ddp"
         )
+
+
+def _check_slurm(devices: int, nodes: int) -> None:
+    tasks = int(os.environ["SLURM_NTASKS"])
+    each = os.environ.get("SLURM_NTASKS_PER_NODE")
+    if tasks != devices * nodes or (each is None and tasks > 1) or int(each or 1) != devices:
+        raise UserError(
+            f"SLURM started {tasks} task(s), {each or 'an unknown number'} on each node, but trainer.devices="
+            f"{devices} x trainer.num_nodes={nodes}: start it with srun --nodes={nodes} --ntasks-per-node="
+            f"{devices}, one task for each device, or set trainer.devices and trainer.num_nodes to fit"
+        )
+
+
+def cluster() -> list[SLURMEnvironment]:
+    """SLURM without Lightning's own requeueing, which would write a checkpoint in the middle of a step."""
+    return [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
 
 
 def build_strategy(config: Mapping[str, Any], job: Job) -> Strategy:
@@ -163,6 +201,20 @@ def build_strategy(config: Mapping[str, Any], job: Job) -> Strategy:
             gradient_as_bucket_view=True,
         )
     return FSDP(job, world_size(settings), cpu_offload=strategy["cpu_offload"])
+
+
+def connect_early(strategy: Strategy) -> bool:
+    """Connect the processes of torchrun or SLURM before Lightning does, and say whether that was done.
+
+    Those of `Launcher` are not there yet.
+    """
+    if not isinstance(strategy, DDP | FSDP) or strategy.world_size == 1:
+        return False
+    environment = strategy.cluster_environment
+    if environment is None or not environment.creates_processes_externally:
+        return False
+    strategy.meet()
+    return True
 
 
 def uses_gpu(accelerator: str) -> bool:

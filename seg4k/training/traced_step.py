@@ -11,6 +11,7 @@ from seg4k.losses.build import build_loss, strip_options
 from seg4k.losses.strips import strip_loss
 from seg4k.memory.step import Batch, Step
 from seg4k.models.vit_unet import ViTUNet, build_model
+from seg4k.training.eight_bit import Footprint
 from seg4k.training.optimizers import build_optimizer
 from seg4k.training.sharding import shard
 from seg4k.training.strategies import world_size
@@ -48,7 +49,10 @@ def build_step(config: Mapping[str, Any], num_classes: int, in_channels: int, ig
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
         assert isinstance(model, ViTUNet)
-        return build_optimizer(config["optimizer"], model.parameters_by_depth())
+        parameters = list(model.parameters_by_depth())
+        if config["optimizer"]["name"] == "adamw_8bit":
+            return Footprint([{"params": [entry[2] for entry in parameters if entry[2].requires_grad]}])
+        return build_optimizer(config["optimizer"], parameters)
 
     count, world, strategy = config["batch"]["per_device"], world_size(config["trainer"]), config["strategy"]
     sharded = strategy["name"] == "fsdp"

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.utilities import rank_zero_only
@@ -19,7 +18,8 @@ from seg4k.data.datamodule import SegmentationDataModule
 from seg4k.errors import UserError
 from seg4k.losses.build import build_loss, strip_options
 from seg4k.models.vit_unet import ViTUNet, build_model
-from seg4k.training.callbacks import MemoryWatch, ProgressBar, ProgressLines, Stopwatch
+from seg4k.training.agreement import decided_by_the_first, of_every_process
+from seg4k.training.callbacks import MemoryWatch, ProgressBar, ProgressLines, Stopwatch, largest_peak
 from seg4k.training.checkpoints import (
     AtomicCheckpointIO,
     Checkpoints,
@@ -33,11 +33,18 @@ from seg4k.training.loggers import build_loggers, log_artifacts
 from seg4k.training.module import ON_NAN, SegmentationModule
 from seg4k.training.out_of_memory import after_out_of_memory
 from seg4k.training.pictures import draw_samples
-from seg4k.training.planning import Task, before_training
+from seg4k.training.planning import Task, before_training, is_predicted
 from seg4k.training.quiet import quiet
 from seg4k.training.run_card import PRECISIONS, blank_card, device_state, ending, finite, write_card
 from seg4k.training.sharding import ShardedSegmentationModule
-from seg4k.training.strategies import build_strategy, check_strategy, uses_gpu, world_size
+from seg4k.training.strategies import (
+    build_strategy,
+    check_strategy,
+    cluster,
+    connect_early,
+    uses_gpu,
+    world_size,
+)
 from seg4k.training.summary import print_summary
 from seg4k.training.weights import describe
 
@@ -46,13 +53,16 @@ PICTURES = 4
 CallbackKind = TypeVar("CallbackKind", bound=Callback)
 
 
-def train(config: Mapping[str, Any], directory: Path, command: str) -> dict[str, Any]:
+def train(
+    config: Mapping[str, Any], directory: Path, command: str, *, preflight: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Train, validate, and write everything into `directory`; the run card however it ends.
 
     Args:
         config: the whole configuration as plain dicts, lists and values.
         directory: the run directory.
         command: the command as it was typed, for the card.
+        preflight: in a further process, what the first one found; see `planning.before_training`.
 
     Returns:
         The run card.
@@ -71,7 +81,7 @@ def train(config: Mapping[str, Any], directory: Path, command: str) -> dict[str,
         print(f"seg4k: {reason}", file=sys.stderr, flush=True)
         os._exit(1)
 
-    job = Job(dict(config), str(directory), command, lost)
+    job = Job(dict(config), str(directory), command, preflight, lost)
     trainer: Trainer | None = None
     variables = {name: os.environ.get(name) for name in WORLD_VARIABLES}
     failed = True
@@ -160,17 +170,36 @@ def _prepare(
     )
     data.prepare_data()
     classes = data.class_table
-    prediction = before_training(config, Task(len(classes), data.in_channels, classes.ignore_index))
-    if prediction is not None:
-        card["memory"]["predicted_peak_bytes"] = prediction.report["predicted"]["peak_bytes"]
+    resumed_step = found[1]["global_step"] if found is not None else None
+    card["faults"]["resumed_from_step"] = resumed_step
+    stopwatch = Stopwatch(config["batch"]["effective"])
+    memory = MemoryWatch(stopwatch, settings["max_steps"])
+    checkpoints = Checkpoints(
+        directory,
+        every_steps=settings["checkpoint_every_steps"],
+        val_every_steps=settings["val_every_steps"],
+        max_steps=settings["max_steps"],
+        interruption=interruption,
+    )
+    checkpoints.resumed_step = resumed_step
+    trainer = _trainer(config, directory, job, accumulate, (stopwatch, memory, interruption, checkpoints))
+    if is_predicted(config) and job.preflight is None:
+        task = Task(len(classes), data.in_channels, classes.ignore_index)
+        job.preflight = decided_by_the_first(
+            lambda: before_training(config, task), connected=connect_early(trainer.strategy)
+        )
+    if job.preflight is not None:
+        card["memory"]["predicted_peak_bytes"] = job.preflight["predicted_peak_bytes"]
     data.setup("fit")
     image_size = tuple(config["data"]["image_size"])
     model = build_model(
         config["model"], num_classes=len(classes), image_size=image_size, in_channels=data.in_channels
     )
+    if config["precision"] == "fp64":
+        model.double()  # before it is sharded; the other precisions keep fp32 weights
     if config["strategy"].get("sync_batchnorm"):
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-    plan = None if prediction is None else prediction.plan
+    plan = None if job.preflight is None else Plan(job.preflight["plan"])
     card["activation_checkpointing"], applied = _apply_plan(
         config["activation_checkpointing"], model, plan, compiled=config["compile"]
     )
@@ -194,19 +223,6 @@ def _prepare(
     if isinstance(module, ShardedSegmentationModule):
         module.sharding = config["strategy"]
 
-    resumed_step = found[1]["global_step"] if found is not None else None
-    card["faults"]["resumed_from_step"] = resumed_step
-    stopwatch = Stopwatch(config["batch"]["effective"])
-    memory = MemoryWatch(stopwatch, settings["max_steps"])
-    checkpoints = Checkpoints(
-        directory,
-        every_steps=settings["checkpoint_every_steps"],
-        val_every_steps=settings["val_every_steps"],
-        max_steps=settings["max_steps"],
-        interruption=interruption,
-    )
-    checkpoints.resumed_step = resumed_step
-    trainer = _trainer(config, directory, job, accumulate, (stopwatch, memory, interruption, checkpoints))
     card["device"] = device_state(module.device.type, None, trainer.world_size)
     card["strategy"] = config["strategy"]["name"]
     return trainer, module, data
@@ -227,22 +243,17 @@ def _fit(
     try:
         trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     finally:
-        reading = memory.reading()
         card["device"] = device_state(
             trainer.strategy.root_device.type, trainer.strategy.root_device.index, trainer.world_size
         )
-        card["memory"] |= {
-            "peak_bytes": reading.peak_bytes,
-            "peak_source": reading.peak_source,
-            "reserved_bytes": reading.reserved_bytes,
-            "static_bytes": memory.static_bytes,
-            "breakdown": memory.breakdown(),
-        }
+        card["memory"] |= memory.figures()
         card["throughput"] = stopwatch.figures()
         card["metrics"] = _metrics(module)
         card["faults"]["skipped_steps"] = module.skipped_steps
     if trainer.interrupted:
         raise KeyboardInterrupt
+    figures = of_every_process(memory.figures(), connected=trainer.world_size > 1)
+    card["memory"] |= largest_peak(figures)
     if module.validated_step != trainer.global_step:
         trainer.validate(module, datamodule=data, verbose=False, weights_only=True)
         card["metrics"] = _metrics(module)
@@ -282,7 +293,8 @@ def _end_processes(trainer: Trainer | None, variables: Mapping[str, str | None],
     launcher = trainer.strategy.launcher if trainer is not None else None
     if isinstance(launcher, Launcher):
         launcher.end(failed=failed)
-        if torch.distributed.is_initialized() and not failed:
+        # NCCL may wait here for ever for a process that is no more; gloo sees that it is gone.
+        if torch.distributed.is_initialized() and (not failed or torch.distributed.get_backend() == "gloo"):
             torch.distributed.destroy_process_group()
     for name, value in variables.items():
         os.environ.pop(name, None)
@@ -331,8 +343,9 @@ def _trainer(
         devices=settings["devices"],
         num_nodes=settings["num_nodes"],
         strategy=build_strategy(config, job),
-        plugins=[AtomicCheckpointIO(), *_cluster()],
-        precision=PRECISIONS[config["precision"]],  # type: ignore[arg-type]
+        plugins=[AtomicCheckpointIO(), *cluster()],
+        # In fp64 the model is so already; Lightning would refuse to shard it.
+        precision="32-true" if config["precision"] == "fp64" else PRECISIONS[config["precision"]],  # type: ignore[arg-type]
         accumulate_grad_batches=accumulate,
         val_check_interval=settings["val_every_steps"] * accumulate,
         check_val_every_n_epoch=None,
@@ -349,11 +362,6 @@ def _trainer(
         enable_progress_bar=on_terminal,
         enable_model_summary=False,
     )
-
-
-def _cluster() -> list[SLURMEnvironment]:
-    """SLURM without Lightning's own requeueing, which would write a checkpoint in the middle of a step."""
-    return [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
 
 
 def _metrics(module: SegmentationModule) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def main() -> int:
     from seg4k.training.train import train
 
     try:
-        train(job["config"], Path(job["directory"]), job["command"])
+        train(job["config"], Path(job["directory"]), job["command"], preflight=job["preflight"])
     except UserError as error:
         print(f"seg4k: process {os.environ['LOCAL_RANK']}: error: {error}", file=sys.stderr, flush=True)
         return 2

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from seg4k.data.sampling import epoch_order, scene_order
 from seg4k.errors import UserError
 from seg4k.training.checkpoints import find_checkpoint
 from seg4k.training.metrics_csv import MetricsCsv
@@ -52,9 +53,8 @@ def check_killed(root, directory, unbroken, moments, *overrides):
     assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt"]
 
 
-def test_killed_at_random_moments_a_run_ends_with_the_same_bits(root, unbroken, tmp_path):
-    draw = random.Random(0)
-    check_killed(root, tmp_path / "run", unbroken, [draw.uniform(0.0, 0.4) for _ in range(3)])
+def test_killed_at_a_random_moment_a_run_ends_with_the_same_bits(root, unbroken, tmp_path):
+    check_killed(root, tmp_path / "run", unbroken, [random.Random(0).uniform(0.0, 0.4)])
 
 
 @pytest.mark.slow
@@ -87,6 +87,7 @@ def test_told_to_end_it_saves_says_143_and_goes_on_exactly(root, unbroken, tmp_p
 
 
 @linux
+@pytest.mark.slow
 def test_any_process_may_be_told_to_end(root, tmp_path):
     process = start(root, tmp_path / "run", "strategy=ddp", *TWO)
     first_step(process)
@@ -108,6 +109,32 @@ def test_a_process_that_dies_ends_the_others_and_is_named(root, tmp_path):
     assert time.monotonic() - began < 60
     assert card(tmp_path / "run")["status"] == "failed"
     assert "process 1 ended with status -9" in card(tmp_path / "run")["error"]
+
+
+@pytest.mark.slow
+def test_the_error_of_another_process_is_shown(tmp_path):
+    root = make_folder(tmp_path / "data", train=4)
+    samples, (_, index) = 8, epoch_order(0, 0, 8)[:2]  # the first sample of the second process
+    turn, place = divmod(int(index), 4)
+    broken = sorted((root / "images" / "train").iterdir())[scene_order(0, 0, turn, 4)[place]]
+    broken.write_bytes(broken.read_bytes()[:-100])
+    began = time.monotonic()
+    process = start(root, tmp_path / "run", "strategy=ddp", *TWO, f"data.samples_per_epoch={samples}")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode not in (0, 143), output
+    assert f"process 1: error: {broken} cannot be decoded" in output
+    assert "process 1 ended with status 2" in card(tmp_path / "run")["error"]
+    assert time.monotonic() - began < 90  # of which half a minute is starting
+
+
+def test_a_damaged_image_may_be_left_out(tmp_path):
+    root = make_folder(tmp_path / "data", train=4)
+    broken = sorted((root / "images" / "train").iterdir())[1]
+    broken.write_bytes(broken.read_bytes()[:-100])
+    with pytest.raises(UserError, match=broken.name):
+        train(smoke(root, "trainer.max_steps=4"), tmp_path / "stop", "")
+    result = train(smoke(root, "trainer.max_steps=4", "data.on_error=skip"), tmp_path / "skip", "")
+    assert result["status"] == "completed"
 
 
 @linux

@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seg4k.errors import UserError
+from seg4k.memory.storages import static_bytes
+from seg4k.training.eight_bit import Footprint, from_plain, to_plain
 from seg4k.training.optimizers import build_optimizer, parameter_groups, schedule
 
 ADAMW = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.05, "betas": [0.9, 0.95], "layer_decay": 0.5}
@@ -86,3 +88,74 @@ def test_schedules_in_closed_form():
 def test_bad_schedules(change):
     with pytest.raises(UserError):
         schedule({"name": "cosine", "warmup_steps": 0, "final_ratio": 0, **change}, 10)
+
+
+def test_quantised_moments_are_kept_as_plain_tensors():
+    class OptimState8bit:
+        codes, scale, qmap = torch.zeros(512, dtype=torch.uint8), torch.ones(2), torch.linspace(-1, 1, 256)
+        signed, dtype = True, torch.float32
+
+    state = [
+        {"state": {0: {"step": torch.tensor(1.0), "exp_avg": OptimState8bit()}}, "param_groups": [{"lr": 1}]}
+    ]
+    plain = to_plain(state)
+    assert plain[0]["param_groups"] == [{"lr": 1}]
+    moment = plain[0]["state"][0]["exp_avg"]
+    assert moment["codes"].shape == (512,)
+    assert (moment["signed"], moment["dtype"]) == (True, "float32")
+
+
+def test_adamw_8bit_goes_on_from_its_state(tmp_path):
+    pytest.importorskip("torchao")
+
+    def steps(optimizer, parameter, count, first=0):
+        for step in range(first, first + count):
+            parameter.grad = torch.sin(torch.arange(8192.0).view(64, 128) + step)
+            optimizer.step()
+
+    def make():
+        parameter = torch.nn.Parameter(torch.zeros(64, 128))
+        return parameter, build_optimizer({**ADAMW, "name": "adamw_8bit"}, [(0, "weight", parameter)])
+
+    whole, optimizer = make()
+    steps(optimizer, whole, 3)
+    torch.save(
+        {"state": to_plain([optimizer.state_dict()]), "weight": whole.detach().clone()}, tmp_path / "x"
+    )
+    steps(optimizer, whole, 3, first=3)
+    content = torch.load(tmp_path / "x", weights_only=True)
+    resumed, again = make()
+    resumed.data.copy_(content["weight"])
+    again.load_state_dict(from_plain(content["state"])[0])
+    steps(again, resumed, 3, first=3)
+    assert torch.equal(whole, resumed)
+    exact = torch.nn.Parameter(torch.zeros(64, 128))
+    plain = build_optimizer(ADAMW, [(0, "weight", exact)])
+    steps(plain, exact, 6)
+    assert float((exact - whole).detach().abs().max()) < 0.1 * float(exact.detach().abs().max())
+
+
+def test_without_torchao_the_extra_is_named(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(UserError, match=r"seg4k\[8bit\]"):
+        build_optimizer({**ADAMW, "name": "adamw_8bit"}, [(0, "weight", torch.nn.Parameter(torch.zeros(4)))])
+
+
+def test_a_trace_counts_what_adamw_8bit_holds():
+    pytest.importorskip("torchao")
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in ((64, 128), (63, 65), (10,))]
+    footprint = Footprint([{"params": parameters}])
+    optimizer = build_optimizer(
+        {**ADAMW, "name": "adamw_8bit"}, [(0, str(i), p) for i, p in enumerate(parameters)]
+    )
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    footprint.step()
+    optimizer.step()
+    maps = 2 * 256 * 4  # the table of the codes' values, of each moment
+    steps = 3 * 4
+    held = static_bytes([], [optimizer])
+    assert held == static_bytes([], [footprint]) + maps + steps
+    assert held < 2.3 * 64 * 128 + 9 * 4096  # two bytes for each value of the large one, eight for the others
