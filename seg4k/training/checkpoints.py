@@ -98,6 +98,9 @@ class Checkpoints(Callback):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Make up for a validation that was due at the step of the checkpoint."""
+        if trainer.is_global_zero:
+            for path in self.folder.glob(".*.ckpt*"):  # half written when the run was killed
+                path.unlink(missing_ok=True)
         step = trainer.global_step
         if self.resumed_step is None or step == 0 or step % self.val_every_steps or step >= self.max_steps:
             return
