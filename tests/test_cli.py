@@ -130,7 +130,7 @@ def test_unknown_verbs(capsys, arguments):
 
 def test_a_fault_of_ours_keeps_its_traceback(root, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("seg4k.training.train.build_model", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("seg4k.training.assembly.build_model", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["train", *FAST, f"data.root={root}"])
 

@@ -120,7 +120,7 @@ def accumulated(root, tmp_path, *overrides):
 
 def test_and_in_fp32_after_five_steps_where_there_are_no_relus(root, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "seg4k.training.train.build_model",
+        "seg4k.training.assembly.build_model",
         lambda *args, **options: without_relus(build_model(*args, **options)),
     )
     assert accumulated(root, tmp_path) < 1e-6
@@ -327,7 +327,7 @@ PREFLIGHT = {"plan": {"encoder.stage1": "recompute"}, "predicted_peak_bytes": 12
 
 def test_the_first_process_predicts_for_all(root, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr("seg4k.training.train.before_training", lambda *_: asked.append(1) or PREFLIGHT)
+    monkeypatch.setattr("seg4k.training.assembly.before_training", lambda *_: asked.append(1) or PREFLIGHT)
     told = []
 
     def start(launcher):
@@ -342,7 +342,7 @@ def test_the_first_process_predicts_for_all(root, tmp_path, monkeypatch):
 
 
 def test_a_further_process_does_not_predict_again(root, tmp_path, monkeypatch):
-    monkeypatch.setattr("seg4k.training.train.before_training", lambda *_: pytest.fail("asked again"))
+    monkeypatch.setattr("seg4k.training.assembly.before_training", lambda *_: pytest.fail("asked again"))
     config = smoke(root, "preflight=true", "activation_checkpointing=auto")
     found = train(config, tmp_path, "", preflight=PREFLIGHT)
     assert found["activation_checkpointing"]["segments"] == [
