@@ -81,7 +81,7 @@ def test_files_without_a_header_too(make_folder, caplog):
     assert len(datamodule.train_dataset().scenes) == 2
     for name in ("train1", "train2"):
         (root / "images" / "train" / f"{name}.png").write_bytes(b"")
-    with pytest.raises(UserError, match=r"train2\.png cannot be decoded"):
+    with pytest.raises(UserError, match=r"train2\.png is empty"):
         build(root, on_error="skip")
 
 
