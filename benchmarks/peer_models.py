@@ -7,7 +7,7 @@ documentation says.
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -352,6 +352,11 @@ def seg4k_step(work: Work, precision: str, loss: str):
     with torch.device("meta"):
         model = seg4k_model(work)
     return step_of(model, work, precision, loss)
+
+
+def first_step(work: Work, precision: str, loss: str):
+    """The same before there is any optimizer state."""
+    return replace(seg4k_step(work, precision, loss), is_first=True)
 
 
 def arm_step(name: str, work: Work, precision: str, loss: str = "whole"):

@@ -1,6 +1,6 @@
 """seg4k beside what people use today, on the same work, measured on the CPU.
 
-python benchmarks/peers.py --out benchmarks/results/peers_cpu.json     ViT-B/16 + U-Net at 256x256
+python benchmarks/peers.py --out benchmarks/results/peers_cpu.json     ViT-S/16 + U-Net at 384x384
 python benchmarks/peers.py --encoder test_vit --size 64 --repeats 2    seconds
 
 Peak, operations, loss and gradients of each arm come from a process of its own: three AdamW steps. Step times
@@ -238,8 +238,8 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--encoder", default="vit_base_patch16_224")
-    parser.add_argument("--size", type=int, default=256)
+    parser.add_argument("--encoder", default="vit_small_patch16_224")
+    parser.add_argument("--size", type=int, default=384)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--backend", default="inductor", help="of torch.compile")

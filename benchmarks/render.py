@@ -44,9 +44,15 @@ def source(result):
     names = ("torch", "timm", "segmentation-models-pytorch", "transformers")
     shown = ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
     sha, dirty = result["code"]["git_sha"], result["code"]["dirty"]
+    config = result["config"]
+    if "encoder" in config:
+        said = f"{config['encoder']} + U-Net, {config['width']}x{config['height']}, batch {config['batch']}, "
+        said += f"{config['precision']}, {config['classes']} classes. "
+    else:
+        said = ""
     code = f"seg4k {result['code']['version']}" + (f" at {sha[:8]}" if sha else "")
     return (
-        f"`{result['command']}`, {result['date']}, {result['device']['name']} ({result['processor']}), "
+        f"{said}`{result['command']}`, {result['date']}, {result['device']['name']} ({result['processor']}), "
         f"{result['threads']} threads; {shown}; {code}{' with changes' if dirty else ''}."
     )
 
@@ -251,6 +257,10 @@ def overheads_table(result):
     return table(("what", "seg4k", "floor", "ratio"), rows)
 
 
+def cpu_tables(result):
+    return f"{peers_table(result['peers'])}\n\n{overheads_table(result['overheads'])}"
+
+
 def gpu_tables(result):
     parts = []
     if result["agreement"]:
@@ -321,13 +331,16 @@ def readme_table(trace, cpu):
     """The few rows that README shows: traced at 4K, and the step time measured on the CPU."""
     base = trace["rows"]["timm + smp, as it is"]
     size_of = cpu["config"]
+    encoder = {"vit_base": "ViT-B", "vit_small": "ViT-S", "vit_tiny": "ViT-Ti"}.get(
+        "_".join(size_of["encoder"].split("_")[:2]), size_of["encoder"]
+    )
     head = [
         "3840x2160, batch 1",
         "peak, traced",
         "of the first",
         "more work",
         "batch in 24 GiB",
-        f"step time at {size_of['width']}x{size_of['height']}, CPU",
+        f"step time on the CPU, {encoder} at {size_of['width']}x{size_of['height']}",
     ]
     rows = []
     for name, (traced, measured) in README_ROWS.items():
@@ -360,6 +373,7 @@ def tables(results):
     found = {}
     if cpu:
         found["peers"] = f"{peers_table(cpu['peers'])}\n\n{source(cpu)}"
+    if cpu and "overheads" in cpu:
         found["overheads"] = f"{overheads_table(cpu['overheads'])}\n\n{source(cpu)}"
     if trace:
         line = source(trace)
