@@ -38,14 +38,14 @@ def more(value, base):
     return "" if not base else f"{value / base - 1:+.1%}"
 
 
-def source(result):
-    """The line below a table: how it was made, where and when."""
+def source(result, work_said=True):
+    """The line below a table: of what it is, how it was made, where and when."""
     versions = result["environment"]
     names = ("torch", "timm", "segmentation-models-pytorch", "transformers")
     shown = ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
     sha, dirty = result["code"]["git_sha"], result["code"]["dirty"]
     config = result["config"]
-    if "encoder" in config:
+    if work_said and "encoder" in config:
         said = f"{config['encoder']} + U-Net, {config['width']}x{config['height']}, batch {config['batch']}, "
         said += f"{config['precision']}, {config['classes']} classes. "
     else:
@@ -374,7 +374,7 @@ def tables(results):
     if cpu:
         found["peers"] = f"{peers_table(cpu['peers'])}\n\n{source(cpu)}"
     if cpu and "overheads" in cpu:
-        found["overheads"] = f"{overheads_table(cpu['overheads'])}\n\n{source(cpu)}"
+        found["overheads"] = f"{overheads_table(cpu['overheads'])}\n\n{source(cpu, False)}"
     if trace:
         line = source(trace)
         found["4k"] = f"{four_k_table(trace)}\n\n{line}"
