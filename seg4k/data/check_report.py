@@ -1,6 +1,7 @@
 """What a check of a data set adds up to: as JSON and as text."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,6 +14,7 @@ from seg4k.data.settings import Settings
 from seg4k.errors import UserError
 
 SCHEMA = 1
+_SKIPPED = ("unreadable", "empty", "bit depth", "channels", "size", "label")  # by data.on_error=skip
 _SHOWN = 20  # faults and sizes that are printed; check.json has all
 
 
@@ -49,6 +51,8 @@ class Report:
 
     def add_fault(self, split: str, fault: Fault) -> None:
         """Note a fault of a split."""
+        if self.settings.skip_unreadable and fault.kind in _SKIPPED:
+            fault = replace(fault, fatal=False)
         self.faults.append(fault)
         self._splits.append(split)
 

@@ -1,15 +1,17 @@
 """DataLoaders that give batches as training expects them, and one that resumes in mid-epoch."""
 
+import multiprocessing
 from collections.abc import Iterator
+from multiprocessing.context import BaseContext
 from typing import Any
 
-import cv2
 import torch
 from torch.utils.data import DataLoader
 
 from seg4k.data.samples import CropDataset, Sample, TileDataset
 from seg4k.data.sampling import EpochSampler, EverySampleSampler
 from seg4k.data.unreadable import Reading
+from seg4k.data.worker import start
 from seg4k.errors import UserError
 
 Batch = dict[str, Any]
@@ -38,7 +40,8 @@ class BatchLoader(DataLoader[Sample]):
             drop_last=drop_last,
             pin_memory=torch.cuda.is_available(),
             persistent_workers=num_workers > 0,
-            worker_init_fn=_one_thread,
+            worker_init_fn=start,
+            multiprocessing_context=_context() if num_workers > 0 else None,
         )
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch names its own private class
@@ -113,9 +116,16 @@ class ResumableLoader(BatchLoader):
         self._places.start_sample = 0
 
 
-def _one_thread(worker: int) -> None:
-    # Workers share the cores among themselves; OpenCV would start a thread per core in each of them.
-    cv2.setNumThreads(0)
+def _context() -> BaseContext:
+    """Workers are forked from a server that has only imported what they need, not from this process.
+
+    A fork of a process whose threads hold locks, as those of backward passes do, may wait for them for ever.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", start.__module__])
+    return context
 
 
 def _plain(error: UserError) -> UserError:

@@ -4,6 +4,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 from seg4k.models.norm import replace_batch_norm
@@ -15,8 +16,23 @@ def upsample_nearest(x: Tensor, height: int, width: int) -> Tensor:
     Nearest interpolation only copies values, so it is exact in any dtype; autocast on CUDA would run it in
     float32 and double what a decoder block holds.
     """
+    if torch.compiler.is_exporting():
+        rows, columns = x.shape[-2:]
+        if not statically_known_true(height == 2 * rows) or not statically_known_true(width == 2 * columns):
+            return x[:, :, _nearest(rows, height)[:, None], _nearest(columns, width)]
     with torch.autocast(x.device.type, enabled=False):
         return F.interpolate(x, size=(height, width), mode="nearest")
+
+
+def _nearest(length: int, new: int) -> Tensor:
+    """Where torch's nearest interpolation takes each of `new` rows from, (new,), with its rounding.
+
+    Other runtimes divide by new / length where torch multiplies by length / new, both in float32: where the
+    quotient is a whole number, as it often is for patches of 14 pixels, they may be off by one.
+    """
+    scale = torch.scalar_tensor(length, dtype=torch.float32) / torch.scalar_tensor(new, dtype=torch.float32)
+    source = (torch.arange(new, dtype=torch.float32) * scale).floor().long()
+    return source.clamp(max=length - 1)
 
 
 class FusionConv(nn.Module):

@@ -7,6 +7,8 @@ from typing import Any
 from seg4k.data.classes import ClassTable
 from seg4k.training.run_card import readable_bytes
 
+MOST_WAITING = 0.05
+
 
 def print_summary(card: Mapping[str, Any], classes: ClassTable, directory: Path) -> None:
     """Print IoU per class in its colour, mIoU, peak memory, speed, and where everything lies."""
@@ -32,4 +34,22 @@ def print_summary(card: Mapping[str, Any], classes: ClassTable, directory: Path)
         f"peak memory {readable_bytes(card['memory']['peak_bytes'])}, "
         + ("speed not measured" if rate is None else f"{rate:.3g} samples/s")
     )
+    if hint := waiting_hint(speed["data_wait_fraction"], card["config"]["data"]):
+        console.print(hint, highlight=False)
     console.print(f"run card, weights and pictures: {directory}", highlight=False)
+
+
+def waiting_hint(fraction: float | None, data: Mapping[str, Any]) -> str | None:
+    """What to do where more than `MOST_WAITING` of the time went into waiting for data; None below that.
+
+    Args:
+        fraction: `data_wait_fraction` of the run card.
+        data: the config group.
+    """
+    if fraction is None or fraction <= MOST_WAITING:
+        return None
+    ways = ["more data.num_workers, up to the cores there are"]
+    if data.get("cache") == "none":
+        ways.append("data.cache=ram or disk, which keeps decoded images")
+    ways.append("less data.augment.colour, the dearest of the augmentations")
+    return f"{fraction:.0%} of the time went into waiting for data; try " + ", or ".join(ways)

@@ -267,3 +267,11 @@ def test_mistakes_end_with_one_message(tmp_path, monkeypatch, capsys, arguments,
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+def test_what_training_skips_is_named_and_not_fatal(tmp_path):
+    made = LAYOUTS["folder"](tmp_path / "set")
+    made.mask.write_bytes(made.mask.read_bytes()[:60])
+    status, report = check(tmp_path, "folder", made.root, "data.on_error=skip")
+    assert status == 0
+    assert [(fault["kind"], fault["fatal"]) for fault in report["faults"]] == [("unreadable", False)]

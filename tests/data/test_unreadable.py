@@ -1,11 +1,9 @@
-import os
-import signal
-
 import pytest
 import torch
 
-from seg4k.data import scenes, unreadable
+from seg4k.data import unreadable
 from seg4k.errors import UserError
+from tests.data.fatal import FatalReader
 
 from .test_datamodule import build, epoch_of, same
 
@@ -101,17 +99,11 @@ def test_an_unknown_policy(make_folder):
         build(make_folder(), on_error="ignore")
 
 
-def test_a_worker_that_is_killed_names_the_file(make_folder, monkeypatch):
-    root = make_folder(train=4, val=1)
-    read = scenes.read_image
-
-    def fatal(path):
-        if path.name == "train2.png":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return read(path)
-
-    monkeypatch.setattr(scenes, "read_image", fatal)
-    datamodule = build(root, num_workers=1)
+def test_a_worker_that_is_killed_names_the_file(make_folder):
+    datamodule = build(make_folder(train=4, val=1), num_workers=1)
+    reader = datamodule.source.reader
+    datamodule.source.reader = FatalReader(reader.labelling, reader.channels, reader.dtype)
     loader = datamodule.train_dataloader()
+    # The first image is read here, to know its type: it must not be the fatal one.
     with pytest.raises(RuntimeError, match=r"status -9 while it read .*train2\.png"):
         list(loader)

@@ -46,8 +46,7 @@ def test_another_folder_tiles_and_the_worst_image(checkpoint, root, tmp_path):
     shutil.rmtree(other / "masks" / "train")
     mask = cv2.imread(str(other / "masks/val/1.png"), cv2.IMREAD_UNCHANGED)
     cv2.imwrite(str(other / "masks/val/1.png"), np.where(mask == 255, mask, 1 - mask))
-    # No workers: this process has trained, and its threads would be forked with them.
-    folder = ("data=folder", f"data.root={other}", "data.num_workers=0")
+    folder = ("data=folder", f"data.root={other}", "data.num_workers=2")
     whole = evaluate(checkpoint, tmp_path / "a", *folder, "worst=1")
     assert whole["worst"][0]["name"] == "1"
     assert whole["worst"][0]["accuracy"] < 0.5
