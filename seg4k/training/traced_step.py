@@ -32,6 +32,9 @@ def build_step(config: Mapping[str, Any], num_classes: int, in_channels: int, ig
         model = build_model(
             settings, num_classes=num_classes, image_size=(height, width), in_channels=in_channels
         )
+    double = config["precision"] == "fp64"
+    if double:
+        model.double()
     loss = build_loss(config["loss"], num_classes, ignore_index)
     strips, strip_bytes = strip_options(config["loss"])
 
@@ -64,7 +67,7 @@ def build_step(config: Mapping[str, Any], num_classes: int, in_channels: int, ig
             "image": ((count, in_channels, height, width), torch.uint8),
             "mask": ((count, height, width), torch.int64),
         },
-        precision=config["precision"],
+        precision="fp32" if double else config["precision"],  # without autocast
         modules=(loss,),
         accumulate=max(1, config["batch"]["effective"] // (count * world)),
         clip=config["trainer"]["gradient_clip"] or None,

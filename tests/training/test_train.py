@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from seg4k.errors import UserError
+from seg4k.training.planning import Task, predict
 from seg4k.training.train import train
 from seg4k.training.weights import load_model, read_checkpoint
 from tests.helpers import CLASSES, make_folder, smoke
@@ -215,3 +216,34 @@ def test_activation_checkpointing_changes_no_bit_of_a_run(root, tmp_path, mode, 
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert none["metrics"] == some["metrics"]
+
+
+def test_a_run_with_adamw_8bit_goes_on_exactly(root, tmp_path, monkeypatch):
+    pytest.importorskip("torchao")
+    monkeypatch.setattr("seg4k.training.checkpoints.Checkpoints.finish", lambda *_: None)
+    config = smoke(
+        root,
+        "optimizer=adamw_8bit",
+        "trainer.max_steps=4",
+        "trainer.val_every_steps=4",
+        "trainer.checkpoint_every_steps=2",
+    )
+    train(config, tmp_path / "whole", "")
+    middle = tmp_path / "whole" / "checkpoints" / "step_00000002.ckpt"
+    moments = [state["exp_avg"] for state in read_checkpoint(middle)["optimizer_states"][0]["state"].values()]
+    assert any(isinstance(moment, dict) and moment["codes"].dtype == torch.uint8 for moment in moments)
+    train({**config, "resume": str(middle)}, tmp_path / "again", "")
+    whole, again = (
+        read_checkpoint(tmp_path / name / "checkpoints" / "step_00000004.ckpt")["state_dict"]
+        for name in ("whole", "again")
+    )
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+@pytest.mark.slow
+def test_what_adamw_8bit_and_fp64_take_is_predicted(root):
+    def peak(*overrides):
+        return predict(smoke(root, *overrides), Task(3, 3, 255)).report["predicted"]["static_bytes"]
+
+    assert peak("optimizer=adamw_8bit") < 0.85 * peak("optimizer=adamw")
+    assert peak("precision=fp64") == pytest.approx(2 * peak("precision=fp32"), rel=0.05)
