@@ -1,20 +1,24 @@
 """Hold the traced peak of a training step against the measured one.
 
-    python benchmarks/trace_vs_ledger.py                               # ViT-Tiny, on the CPU, about 10
-    minutes python benchmarks/trace_vs_ledger.py --encoder vit_base_patch16_224 --sizes 256 384 python
-    benchmarks/trace_vs_ledger.py --device cuda --sizes 1080x1920 --encoder vit_base_patch16_224
+    python benchmarks/trace_vs_ledger.py                               # ViT-Tiny, on the CPU, about 10 minutes
+    python benchmarks/trace_vs_ledger.py --encoder vit_base_patch16_224 --sizes 256 384
+    python benchmarks/trace_vs_ledger.py --device cuda --sizes 1080x1920 --encoder vit_base_patch16_224
 
 The trace runs on fake tensors and counts storages; the ledger asks the allocator. They share no mechanism.
-Each run is a fresh process, the measured one a true step: forward, loss, backward, AdamW.
+Each run is a fresh process, the measured one a true step: forward, loss, backward, AdamW. With --out, runs that
+the file holds are not made again, and each is kept as soon as it is made.
 """
 
 import argparse
+import datetime
 import json
+import os
 import platform
 import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -98,6 +102,44 @@ def child(what, arguments):
     return json.loads(result.stdout.splitlines()[-1]), time.perf_counter() - start
 
 
+def summary(rows):
+    """The extremes of the signed ratios, for runs of any size and for those of 1 GiB and more."""
+    found = {}
+    for precision in sorted({row["precision"] for row in rows}):
+        own = [row for row in rows if row["precision"] == precision]
+        ratios = [row["ratio"] for row in own]
+        found[precision] = {"runs": len(ratios), "lowest": min(ratios), "highest": max(ratios)}
+        large = [row["ratio"] for row in own if row["measured_bytes"] >= 1 << 30]
+        if large:
+            found[precision] |= {"runs_from_1GiB": len(large), "lowest_from_1GiB": min(large)}
+            found[precision]["highest_from_1GiB"] = max(large)
+    return found
+
+
+def keep(path, device, rows):
+    from seg4k.files import write_json
+    from seg4k.training.run_card import code_state, device_state, environment
+
+    commands = []
+    if path.exists():
+        commands = json.loads(path.read_text(encoding="utf-8"))["commands"]
+    command = " ".join(["python", *sys.argv])
+    content = {
+        "commands": [*commands, command] if command not in commands else commands,
+        "date": datetime.date.today().isoformat(),
+        "step": "forward, loss, backward, AdamW; batch 1, 19 classes, decoder 256/128/64/32, random weights",
+        "rules": device,
+        "device": device_state(device, None, 1),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())),
+        "code": code_state(),
+        "environment": environment(),
+        "summary": summary(rows),
+        "runs": rows,
+    }
+    write_json(path, content)
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -109,6 +151,7 @@ def main():
     parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=LOSSES)
     parser.add_argument("--strips", default="auto", help="auto or a number")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--out", type=Path, help="a JSON file of all runs, these and those it holds already")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -123,6 +166,9 @@ def main():
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}\n")
     head = ("encoder", "size", "precision", "loss", "mode", "measured MiB", "traced MiB", "of it library")
     print("| " + " | ".join([*head, "trace / measured - 1"]) + " |\n" + "| --- " * 9 + "|")
+    rows = []
+    if options.out and options.out.exists():
+        rows = json.loads(options.out.read_text(encoding="utf-8"))["runs"]
     strips = options.strips if options.strips == "auto" else int(options.strips)
     for text in options.sizes:
         sides = [int(side) for side in text.split("x")]
@@ -138,8 +184,22 @@ def main():
                         "strips": strips,
                     }
                     arguments = {"step": step, "mode": mode, "device": options.device}
+                    asked = {**step, "size": list(size), "mode": mode}
+                    if any(asked.items() <= row.items() for row in rows):
+                        continue
                     measured, _ = child("measure", arguments)
-                    (peak, _, library), _ = child("trace", arguments)
+                    (peak, place, library), _ = child("trace", arguments)
+                    row = {
+                        **asked,
+                        "measured_bytes": measured,
+                        "traced_bytes": peak,
+                        "library_bytes": library,
+                        "traced_at": place,
+                        "ratio": peak / measured - 1,
+                    }
+                    rows.append(row)
+                    if options.out:
+                        keep(options.out, options.device, rows)
                     cells = (
                         options.encoder,
                         f"{size[0]}x{size[1]}",
