@@ -1,12 +1,12 @@
 """Hold the traced peak of a training step against the measured one.
 
-    python benchmarks/trace_vs_ledger.py                               # ViT-Tiny, on the CPU, about 10 minutes
+    python benchmarks/trace_vs_ledger.py                               # ViT-Tiny, CPU, about 10 minutes
     python benchmarks/trace_vs_ledger.py --encoder vit_base_patch16_224 --sizes 256 384
     python benchmarks/trace_vs_ledger.py --device cuda --sizes 1080x1920 --encoder vit_base_patch16_224
 
 The trace runs on fake tensors and counts storages; the ledger asks the allocator. They share no mechanism.
-Each run is a fresh process, the measured one a true step: forward, loss, backward, AdamW. With --out, runs that
-the file holds are not made again, and each is kept as soon as it is made.
+Each run is a fresh process, the measured one a true step: forward, loss, backward, AdamW. With --out, runs
+that the file holds are not made again, and each is kept as soon as it is made.
 """
 
 import argparse
