@@ -24,13 +24,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile
 
-from seg4k.memory.storages import own_part, tensors_in
+from seg4k.memory.storages import held_parts, tensors_in
 
 __all__ = ["Ledger", "Reading", "measure_cpu_peak"]
 
@@ -80,7 +81,7 @@ def _every_tensor() -> Iterator[torch.Tensor]:
 
 def _cpu_storages(tensors: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:
     seen = set()
-    for tensor in map(own_part, tensors):
+    for tensor in chain.from_iterable(map(held_parts, tensors)):
         if isinstance(tensor, FakeTensor) or tensor.device.type != "cpu" or tensor.layout != torch.strided:
             continue
         storage = tensor.untyped_storage()

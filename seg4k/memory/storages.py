@@ -38,13 +38,13 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def _held(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def held_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors that hold the memory of one that wraps others: shards, quantised values and scales."""
     if is_traceable_wrapper_subclass(tensor):
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         for part in inner:
             if isinstance(part, torch.Tensor):  # a sharded tensor has its mesh among its parts
-                yield from _held(part)
+                yield from held_parts(part)
     else:
         yield tensor
 
@@ -53,7 +53,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages under `tensors`, views and shared storages counted once."""
     seen: dict[int, int] = {}
     for tensor in tensors:
-        for part in _held(tensor):
+        for part in held_parts(tensor):
             storage = part.untyped_storage()
             seen[storage._cdata] = storage.nbytes()
     return sum(seen.values())

@@ -32,18 +32,21 @@ def unbroken(root, tmp_path_factory):
     return directory
 
 
-def kill_at_random(root, directory, moment, *overrides):
+def kill_at_random(root, directory, moment, *overrides, after_checkpoint=False):
     """Start, kill `moment` seconds after the first step, and say how far its checkpoints had come."""
     process = start(root, directory, "resume=auto", *overrides)
     first_step(process)
+    while after_checkpoint and not list((directory / "checkpoints").glob("step_*.ckpt")):
+        assert process.poll() is None
+        time.sleep(0.02)
     time.sleep(moment)
     process.kill()
     process.communicate()
     return sorted(path.stem for path in (directory / "checkpoints").glob("*.ckpt"))
 
 
-def check_killed(root, directory, unbroken, moments, *overrides):
-    found = [(moment, kill_at_random(root, directory, moment, *overrides)) for moment in moments]
+def check_killed(root, directory, unbroken, moments, *overrides, **options):
+    found = [(moment, kill_at_random(root, directory, moment, *overrides, **options)) for moment in moments]
     run(root, directory, "resume=auto", *overrides)
     resumed = card(directory)["faults"]["resumed_from_step"]
     print(f"killed {found}, resumed from {resumed}, weights {weights_hash(directory)[:16]}")
@@ -69,7 +72,7 @@ def test_killed_twice_at_twenty_random_moments(root, unbroken, tmp_path, seed):
 def test_killed_with_two_processes(root, tmp_path, strategy):
     overrides = (f"strategy={strategy}", *TWO)
     run(root, tmp_path / "unbroken", *overrides)
-    check_killed(root, tmp_path / "run", tmp_path / "unbroken", [0.2, 0.7], *overrides)
+    check_killed(root, tmp_path / "run", tmp_path / "unbroken", [0.1, 0.4], *overrides, after_checkpoint=True)
 
 
 def test_told_to_end_it_saves_says_143_and_goes_on_exactly(root, unbroken, tmp_path):
@@ -114,9 +117,11 @@ def test_a_process_that_dies_ends_the_others_and_is_named(root, tmp_path):
 @pytest.mark.slow
 def test_the_error_of_another_process_is_shown(tmp_path):
     root = make_folder(tmp_path / "data", train=4)
-    samples, (_, index) = 8, epoch_order(0, 0, 8)[:2]  # the first sample of the second process
-    turn, place = divmod(int(index), 4)
-    broken = sorted((root / "images" / "train").iterdir())[scene_order(0, 0, turn, 4)[place]]
+    samples = 8
+    scenes = [scene_order(0, 0, index // 4, 4)[index % 4] for index in epoch_order(0, 0, samples)]
+    # One that the second process meets first; the first one reads a sample ahead.
+    number = next(two for at, two in enumerate(scenes) if at % 2 and two not in scenes[: at + 2 : 2])
+    broken = sorted((root / "images" / "train").iterdir())[number]
     broken.write_bytes(broken.read_bytes()[:-100])
     began = time.monotonic()
     process = start(root, tmp_path / "run", "strategy=ddp", *TWO, f"data.samples_per_epoch={samples}")

@@ -289,12 +289,14 @@ def test_torchrun_starts_it_as_well(root, tmp_path, runs):
 @pytest.mark.slow
 def test_under_torchrun_a_plan_that_does_not_fit_ends_both(root, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(ROOT / "train.py")]
-    overrides = started(root, tmp_path / "run", "preflight=true", "activation_checkpointing.budget=1MiB")
+    auto = ("activation_checkpointing=auto", "activation_checkpointing.budget=1MiB")
+    overrides = started(root, tmp_path / "run", *auto)
     result = subprocess.run(
         [*command, *overrides], env=environment(), cwd=tmp_path, timeout=300, capture_output=True, text=True
     )
     assert result.returncode != 0
-    assert "needs" in card(tmp_path / "run")["error"]
+    assert card(tmp_path / "run")["error"].startswith("PlanDoesNotFit")
+    assert "the first process ended with PlanDoesNotFit" in result.stderr
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
