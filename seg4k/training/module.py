@@ -23,7 +23,7 @@ from seg4k.training.global_batch import (
     finish_gradients,
     running_statistics,
 )
-from seg4k.training.optimizers import build_optimizer, schedule
+from seg4k.training.optimizers import build_optimizer, schedule, state_in_model_order
 from seg4k.training.randomness import seed_micro_batch
 
 logger = logging.getLogger(__name__)
@@ -239,7 +239,12 @@ class SegmentationModule(LightningModule):
         checkpoint["seg4k"] = dict(self.description)
         checkpoint["skipped_steps"] = self.skipped_steps
         if "optimizer_states" in checkpoint:
-            checkpoint["optimizer_states"] = to_plain(checkpoint["optimizer_states"])
+            checkpoint["optimizer_states"] = to_plain(self.numbered(checkpoint["optimizer_states"]))
+
+    def numbered(self, states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Optimizer states whose parameters are numbered in the order of the model."""
+        optimizers = self.trainer.optimizers
+        return [state_in_model_order(*pair, self) for pair in zip(states, optimizers, strict=True)]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go on counting."""

@@ -75,6 +75,31 @@ def build_optimizer(
     raise UserError(f"optimizer.name={config['name']}: choose adamw, adamw_8bit or sgd")
 
 
+def state_in_model_order(
+    state: Mapping[str, Any], optimizer: torch.optim.Optimizer, model: nn.Module
+) -> dict[str, Any]:
+    """The state of an optimizer with its parameters numbered as the model has them, not as the groups do.
+
+    torch loads it all the same, group by group. A sharded strategy goes by the numbers, and takes them for
+    those of the model: moments would go to the wrong parameters.
+
+    Args:
+        state: of the optimizer's `state_dict`.
+        optimizer: what it was taken from.
+        model: has all of its parameters.
+    """
+    places = {parameter: number for number, parameter in enumerate(model.parameters())}
+    numbers = [places[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        **state,
+        "state": {numbers[number]: value for number, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [numbers[number] for number in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
+
+
 def schedule(config: Mapping[str, Any], max_steps: int) -> Callable[[int], float]:
     """Make the factor on the learning rate as a function of the optimizer step, counted from 0.
 

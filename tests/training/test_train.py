@@ -81,6 +81,17 @@ def test_a_run_of_one_step_has_its_whole_memory_on_the_card(run, root, tmp_path)
     assert sum(parts.values()) == card["memory"]["peak_bytes"]
 
 
+def test_moments_are_numbered_as_the_model_has_its_parameters(run):
+    _, directory, _ = run
+    path = directory / "checkpoints" / "last.ckpt"
+    states = read_checkpoint(path)["optimizer_states"][0]
+    parameters = list(load_model(path).model.parameters())
+    numbers = [number for group in states["param_groups"] for number in group["params"]]
+    assert sorted(numbers) == list(range(len(parameters)))
+    assert numbers != sorted(numbers)  # the groups have another order
+    assert all(states["state"][n]["exp_avg"].shape == one.shape for n, one in enumerate(parameters))
+
+
 def test_what_a_run_leaves(run):
     _, directory, _ = run
     names = {path.name for path in directory.iterdir()}
