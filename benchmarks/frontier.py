@@ -73,12 +73,14 @@ def draw(path, content):
     for mode, step in content["modes"].items():
         place = step["peak_bytes"] / GIB, 100 * step["added_time"]
         axes.plot(*place, "s", ms=8, color="tab:red", zorder=2)
-        axes.annotate(mode, place, xytext=(7, 5), textcoords="offset points")
+        # Neighbours' names would run into each other: every other one is below.
+        below = list(content["modes"]).index(mode) % 2
+        axes.annotate(mode, place, xytext=(7, -13 if below else 5), textcoords="offset points")
     axes.plot([], [], "s", color="tab:red", label="one rule for all segments")
     axes.set(
         xlabel="peak memory of tensors, GiB",
         ylabel="added time of a step, %",
-        title=f"{content['title']}, on {content['device']}",
+        title=f"{content['title']}\ntraced for {content['device']}",
         xlim=(0, None),
     )
     axes.grid(alpha=0.3)
