@@ -1,11 +1,7 @@
 """`seg4k export`: a checkpoint as ONNX and as torch.export, verified at once on real images."""
 
-import importlib
 import json
-import logging
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +17,11 @@ from seg4k.data.scenes import Window, crop, read_window
 from seg4k.errors import UserError
 from seg4k.files import atomic_path, write_json
 from seg4k.inference.evaluate import data_settings
+from seg4k.inference.onnx_file import quiet, require_onnx, save_onnx
 from seg4k.inference.segmenter import Segmenter, load_segmenter
 
 SCHEMA = 1
-OPSET = 18
 LEAST_AGREEMENT = 0.999
-_INSTALL = "pip install 'seg4k[export]'"
-# Protocol buffers end at 2 GiB; beyond, ONNX needs several files.
-_LARGEST_ONNX = 2 * 2**30 - 2**26
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,7 @@ def run(config: Mapping[str, Any]) -> int:
     """
     onnx_path, torch_path, report_path = _targets(config["output"])
     if onnx_path is not None:
-        _require_onnx()
+        require_onnx()
     # Exported in fp32: whoever runs the file chooses what to make of it.
     segmenter = load_segmenter(config["checkpoint"], "cpu", "fp32")
     images = _images(segmenter, config["images"], config["count"])
@@ -69,11 +62,11 @@ def run(config: Mapping[str, Any]) -> int:
 
     checks: list[Verified] = []
     if torch_path is not None:
-        with atomic_path(torch_path) as temporary, _quiet():
+        with atomic_path(torch_path) as temporary, quiet():
             torch.export.save(program, temporary, extra_files={"seg4k.json": json.dumps(about)})
         checks.append(_verify_torch(torch_path, segmenter, batches))
     if onnx_path is not None:
-        _save_onnx(onnx_path, program, segmenter, about)
+        save_onnx(onnx_path, program, segmenter, about)
         checks.append(_verify_onnx(onnx_path, segmenter, batches))
     good = all(check.agreement >= LEAST_AGREEMENT for check in checks)
     if report_path is not None:
@@ -126,16 +119,6 @@ def _targets(output: str | None) -> tuple[Path | None, Path | None, Path | None]
     return path / "model.onnx", path / "model.pt2", path / "export.json"
 
 
-def _require_onnx() -> None:
-    for name in ("onnx", "onnxscript", "onnxruntime"):
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            raise UserError(
-                f"ONNX needs the package {name}: {_INSTALL}, or export for torch only: output=FILE.pt2"
-            ) from None
-
-
 def _fixed_size(value: object, patch: tuple[int, int]) -> tuple[int, int] | None:
     if value is None:
         return None
@@ -177,7 +160,7 @@ def _program(segmenter: Segmenter, size: tuple[int, int] | None) -> tuple[torch.
 
 def _trace(segmenter: Segmenter, size: tuple[int, int], dims: Mapping[int, Any]) -> Any:  # noqa: ANN401
     example = torch.rand(2, segmenter.in_channels, *size)
-    with _quiet(), torch.no_grad():
+    with quiet(), torch.no_grad():
         return torch.export.export(segmenter.model, (example,), dynamic_shapes=(dims,))
 
 
@@ -189,7 +172,7 @@ def _assert_any_size(
     (image,) = (node for node in program.graph.nodes if node.name in program.graph_signature.user_inputs)
     if not all(isinstance(side, torch.SymInt) for side in image.meta["val"].shape[2:]):
         raise ValueError("the model takes another way at each size")
-    with _quiet():
+    with quiet():
         program.module()(torch.zeros(1, segmenter.in_channels, *size))
 
 
@@ -202,34 +185,6 @@ def _size_of(program: torch.export.ExportedProgram) -> tuple[int, int]:
 def _whole_patches(segmenter: Segmenter, size: Any) -> tuple[int, int]:  # noqa: ANN401 - a pair of numbers
     rows, columns = segmenter.model.encoder.patch_size
     return max(2, int(size[0]) // rows) * rows, max(2, int(size[1]) // columns) * columns
-
-
-def _save_onnx(
-    path: Path, program: torch.export.ExportedProgram, segmenter: Segmenter, about: Mapping[str, Any]
-) -> None:
-    held = sum(tensor.numel() * tensor.element_size() for tensor in segmenter.model.state_dict().values())
-    if held > _LARGEST_ONNX:
-        raise UserError(
-            f"the model has {held / 2**30:.1f} GiB, ONNX files end at 2 GiB; take output=FILE.pt2"
-        )
-    with _quiet():
-        made = torch.onnx.export(
-            program,
-            (),
-            None,
-            dynamo=True,
-            verbose=False,
-            opset_version=OPSET,
-            input_names=["image"],
-            output_names=["logits"],
-        )
-        assert made is not None
-        made.model.producer_name, made.model.producer_version = "seg4k", seg4k.__version__
-        for key, value in about.items():
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            made.model.metadata_props[f"seg4k.{key}"] = text
-        with atomic_path(path) as temporary:
-            made.save(temporary)
 
 
 def _images(segmenter: Segmenter, source: str | None, count: int) -> list[Tensor]:
@@ -290,7 +245,7 @@ def _batches(images: list[Tensor], segmenter: Segmenter, size: tuple[int, int] |
 
 
 def _verify_torch(path: Path, segmenter: Segmenter, batches: list[Tensor]) -> Verified:
-    with _quiet():
+    with quiet():
         module = torch.export.load(path).module()
     return _compare(path.name, segmenter, batches, lambda image: module(image))
 
@@ -319,17 +274,3 @@ def _compare(file: str, segmenter: Segmenter, batches: list[Tensor], logits: Any
         pixels += expected[:, 0].numel()
     shapes = [list(image.shape) for image in batches]
     return Verified(file, shapes, difference, largest, same / pixels)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The exporters warn of their own internals, which no user can mend."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

@@ -19,7 +19,7 @@ def upsample_nearest(x: Tensor, height: int, width: int) -> Tensor:
     if torch.compiler.is_exporting():
         rows, columns = x.shape[-2:]
         if not statically_known_true(height == 2 * rows) or not statically_known_true(width == 2 * columns):
-            return x[:, :, _nearest(rows, height)[:, None], _nearest(columns, width)]
+            return x.index_select(2, _nearest(rows, height)).index_select(3, _nearest(columns, width))
     with torch.autocast(x.device.type, enabled=False):
         return F.interpolate(x, size=(height, width), mode="nearest")
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from seg4k.data.classes import ClassTable
 from seg4k.inference import export
+from seg4k.inference.onnx_file import quiet, save_onnx
 from seg4k.inference.segmenter import Segmenter
 from seg4k.models.decoder import upsample_nearest
 from seg4k.models.encoder import ViTEncoder
@@ -48,7 +49,7 @@ def test_patches_of_14_pixels(tmp_path, stride):
     made = segmenter("vit_small_patch14_dinov2", (70, 98), head_stride=stride)
     program, dynamic = export._program(made, None)
     assert dynamic
-    export._save_onnx(tmp_path / "m.onnx", program, made, {})
+    save_onnx(tmp_path / "m.onnx", program, made, {})
     for shape in ((1, 3, 70, 98), (2, 3, 126, 154), (1, 3, 14 * 9, 14 * 13)):
         torch_share, onnx_share = difference(made, program, tmp_path / "m.onnx", shape)
         assert torch_share < 1e-5
@@ -58,7 +59,7 @@ def test_patches_of_14_pixels(tmp_path, stride):
 def test_rotary_embeddings(tmp_path, capsys):
     made = segmenter("vit_small_patch16_dinov3", (64, 96))
     program, dynamic = export._program(made, None)
-    export._save_onnx(tmp_path / "m.onnx", program, made, {})
+    save_onnx(tmp_path / "m.onnx", program, made, {})
     shapes = [(1, 3, 64, 96), (2, 3, 96, 80)] if dynamic else [(1, 3, 64, 96), (3, 3, 64, 96)]
     for shape in shapes:
         torch_share, onnx_share = difference(made, program, tmp_path / "m.onnx", shape)
@@ -78,7 +79,7 @@ def test_nearest_is_exported_with_the_rounding_of_torch(tmp_path):
     example = (torch.rand(1, 1, 7, 7), torch.rand(11))
     program = torch.export.export(Upsample(), example, dynamic_shapes=({2: dim, 3: dim}, {0: new}))
     exported = program.module()
-    with export._quiet():
+    with quiet():
         torch.onnx.export(program, (), tmp_path / "u.onnx", dynamo=True, verbose=False)
     session = onnxruntime.InferenceSession(tmp_path / "u.onnx", providers=["CPUExecutionProvider"])
     names = [entry.name for entry in session.get_inputs()]
