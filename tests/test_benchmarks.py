@@ -75,7 +75,7 @@ def test_the_gpu_suite_runs_dry_and_prints_its_table_last(tmp_path):
 def test_a_gpu_suite_without_time_still_prints():
     import gpu
 
-    found = gpu.run(replace(gpu.DRY, seconds=0.01))
+    found = gpu.run(replace(gpu.DRY, seconds=0.0))
     assert found["rows"] == []
     assert {row["why"] for row in found["skipped"]} == {"the time was up"}
     assert "| modes at batch 2 | the time was up |" in render.gpu_tables(found)

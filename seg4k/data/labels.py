@@ -61,7 +61,7 @@ class Labelling:
         entries = value.get("classes")
         plain = {key: entry for key, entry in value.items() if key not in ("masks", "ignored")}
         if isinstance(entries, (list, tuple)):
-            plain["classes"] = [_without(entry, ("ids", "mask_colours")) for entry in entries]
+            plain["classes"] = [_without(_coloured(entry), ("ids", "mask_colours")) for entry in entries]
         table = ClassTable.from_dict(plain, where)
         assert isinstance(entries, (list, tuple))
         ignored = value.get("ignored", [])
@@ -185,6 +185,21 @@ def histogram(values: NDArray[Any]) -> NDArray[np.int64]:
         part = cv2.calcHist([flat[start : start + 2**24]], [0], None, [bins], [0, bins])
         counts += np.asarray(part).reshape(-1).astype(np.int64)
     return counts
+
+
+def _coloured(entry: Any) -> Any:  # noqa: ANN401 - as it stands in the file
+    """The entry of a class with the first of its colours in the masks as its own, where it has none."""
+    if isinstance(entry, Mapping) and not entry.get("colour"):
+        found = entry.get("mask_colours")
+        # Anything else is told of with the class's name, where the values are read.
+        if (
+            isinstance(found, (list, tuple))
+            and found
+            and isinstance(found[0], (list, tuple))
+            and len(found[0]) == 3
+        ):
+            return {**entry, "colour": found[0]}
+    return entry
 
 
 def _without(entry: object, keys: tuple[str, ...]) -> object:
