@@ -45,7 +45,7 @@ def load_timm_weights(vit: nn.Module, path: Path) -> None:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            state: dict[str, Any] = load_file(path)
+            state: Any = load_file(path)
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # each format has its own errors
@@ -53,6 +53,11 @@ def load_timm_weights(vit: nn.Module, path: Path) -> None:
             f"{where}: not a weights file that can be read safely ({type(error).__name__}). "
             "Save it as .safetensors, or as a state_dict with torch.save."
         ) from error
+    if not isinstance(state, Mapping):
+        raise UserError(
+            f"{where}: it holds a {type(state).__name__}, not a state_dict (names and tensors). "
+            "Save model.state_dict()."
+        )
     for wrapper in ("state_dict", "model"):
         if isinstance(state.get(wrapper), Mapping):
             state = dict(state[wrapper])
@@ -68,6 +73,9 @@ def load_timm_weights(vit: nn.Module, path: Path) -> None:
         if missing:
             raise KeyError(f"it lacks {len(missing)} of {len(own)} tensors, the first {missing[0]}")
         vit.load_state_dict(state, strict=False)
+    # What timm and torch raise for weights of another architecture: a name they look for (KeyError), a value
+    # that is no tensor (AttributeError), a kernel whose channels cannot be adapted (NotImplementedError), and
+    # shapes that differ (RuntimeError).
     except (KeyError, RuntimeError, AttributeError, NotImplementedError) as error:
         reason = str(error.args[0]).strip().splitlines()[-1].strip()
         raise UserError(

@@ -131,6 +131,7 @@ class Trap:
         (lambda path: torch.save({"state_dict": Trap()}, path), "can be read safely"),
         (lambda path: torch.save(timm.create_model("test_vit3").state_dict(), path), "another architecture"),
         (lambda path: torch.save({"a": torch.zeros(1)}, path), "another architecture"),
+        (lambda path: torch.save([torch.zeros(1)], path), "holds a list, not a state_dict"),
     ],
 )
 def test_bad_weights_files(tmp_path, make, message):
