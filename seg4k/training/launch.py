@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -118,9 +119,14 @@ class Launcher(_SubprocessScriptLauncher):
             if status and self.lost is None:
                 self.lost = f"process {rank} ended with status {status}; its own error is in the output"
 
-    def failure(self) -> str | None:
-        """What is known of a process that failed, once those that are about to have had the time."""
-        deadline = time.monotonic() + SETTLE_SECONDS
+    def failure(self, error: Exception) -> str | None:
+        """What is known of a process that failed, once those that are about to have had the time.
+
+        Args:
+            error: what was raised in this process; where a connection broke, another process broke it.
+        """
+        broken = isinstance(error, torch.distributed.DistError) or "onnection" in str(error)
+        deadline = time.monotonic() + (GRACE_SECONDS if broken else SETTLE_SECONDS)
         self._look()
         while self.procs and self.lost is None and time.monotonic() < deadline:
             time.sleep(0.05)

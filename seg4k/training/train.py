@@ -81,7 +81,7 @@ def train(
             failed = False
     except BaseException as error:
         card["status"], card["error"] = ending(error)
-        if isinstance(error, Exception) and (reason := _lost(trainer)) is not None:
+        if isinstance(error, Exception) and (reason := _lost(trainer, error)) is not None:
             card["error"] = f"{reason}; here: {card['error']}"
         if card["status"] == "out_of_memory" and first:
             advice = after_out_of_memory(config, card)
@@ -152,10 +152,10 @@ def _completed(
     return card if card["status"] == "completed" else None
 
 
-def _lost(trainer: Trainer | None) -> str | None:
-    """What is known of another process that failed."""
+def _lost(trainer: Trainer | None, error: Exception) -> str | None:
+    """What is known of another process that failed, in view of the error in this one."""
     launcher = trainer.strategy.launcher if trainer is not None else None
-    return launcher.failure() if isinstance(launcher, Launcher) else None
+    return launcher.failure(error) if isinstance(launcher, Launcher) else None
 
 
 def _end_processes(trainer: Trainer | None, variables: Mapping[str, str | None], *, failed: bool) -> None:

@@ -135,7 +135,8 @@ def test_the_error_of_another_process_is_shown(tmp_path):
     output, _ = process.communicate(timeout=120)
     assert process.returncode not in (0, 143), output
     assert f"process 1: error: {broken} cannot be decoded" in output
-    assert "process 1 ended with status 2" in card(tmp_path / "run")["error"]
+    error = card(tmp_path / "run")["error"]
+    assert "process 1 ended with status 2" in error
     assert time.monotonic() - began < 90  # of which half a minute is starting
 
 
