@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from seg4k.memory.operand_copies import copied_operand_bytes
+
 __all__ = ["library_bytes"]
 
 aten = torch.ops.aten
@@ -65,9 +67,9 @@ def _convolution_backward(args: tuple[Any, ...], out: tuple[torch.Tensor | None,
 def library_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:  # noqa: ANN401 - torch's operator
     """Bytes beyond operands and results at the worst moment of an operator; 0 where it holds none."""
     if func is aten.convolution.default:
-        return max(0, _convolution(args, out))
+        return copied_operand_bytes(func, args) + max(0, _convolution(args, out))
     if func is aten.convolution_backward.default:
-        return max(0, _convolution_backward(args, out))
+        return copied_operand_bytes(func, args) + max(0, _convolution_backward(args, out))
     if func is aten.native_batch_norm_backward.default:
         return _plain(out[0])
     if func is torch.ops.c10d._reduce_scatter_base_.default:

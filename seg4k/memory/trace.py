@@ -21,6 +21,7 @@ from seg4k.memory.cpu_rules import library_bytes
 from seg4k.memory.cuda_rules import ALLOCATION_BYTES, cuda_rules
 from seg4k.memory.distributed import Buckets, coming_and_going, one_of
 from seg4k.memory.follower import Follower
+from seg4k.memory.operand_copies import copied_operand_bytes
 from seg4k.memory.recorder import Record, Recorder
 from seg4k.memory.step import Step, autocast, faked
 from seg4k.memory.storages import own_part, tensors_in
@@ -55,7 +56,7 @@ def trace(
     if step.shard is not None:  # which cannot be undone
         step = replace(step, model=copy.deepcopy(step.model))
     model = step.model
-    recorder = Recorder(ALLOCATION_BYTES) if cuda else Recorder(library=library_bytes)
+    recorder = Recorder(ALLOCATION_BYTES, copied_operand_bytes) if cuda else Recorder(library=library_bytes)
     with ExitStack() as stack:
         if cuda:
             stack.enter_context(cuda_rules())

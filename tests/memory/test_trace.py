@@ -75,6 +75,45 @@ def test_vit_unet_against_the_ledger(builders, mode):
     assert -0.01 <= traced.peak_bytes / measured - 1 <= 0.03
 
 
+class CutRows(torch.nn.Module):
+    """A convolution of rows that are cut out of features, which PyTorch copies to have them in one piece."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Conv2d(3, 16, 1), torch.nn.Conv2d(16, 16, 3, padding=1)
+
+    def segments(self):
+        return {"first": self.first, "second": self.second}
+
+    def forward(self, x):
+        return self.second(self.first(x)[:, :, 8:-8])
+
+
+def cut_rows():
+    return Step(
+        CutRows(),
+        lambda model, batch: model(batch["x"]).sum(),
+        lambda model: torch.optim.SGD(model.parameters()),
+        {"x": ((2, 3, 256, 256), torch.float32)},
+        precision="fp32",
+    )
+
+
+def test_a_convolution_copies_rows_that_are_cut_out():
+    once, roots = run(cut_rows())
+    measured = measure_cpu_peak(once, roots=roots)
+    assert trace(cut_rows(), rules="cpu").peak_bytes == pytest.approx(measured, rel=0.001)
+    assert trace(cut_rows(), rules="cuda").peak_kinds["library"] > 0
+
+
+def test_strips_of_features_against_the_ledger(builders):
+    size, more = (256, 256), {"strips": 2, "precision": "fp32"}
+    once, roots = run(builders.vit_unet(size, device="cpu", **more))
+    measured = measure_cpu_peak(once, roots=roots)
+    traced = trace(builders.vit_unet(size, **more), rules="cpu")
+    assert -0.01 <= traced.peak_bytes / measured - 1 <= 0.03
+
+
 def test_peak_is_made_of_its_kinds(builders):
     for rules in ("cuda", "cpu"):
         traced = trace(builders.vit_unet((128, 128)), rules=rules)
