@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from seg4k.models.norm import make_norm
+from seg4k.models.sizes import has_size
 
 
 class TokensToMap(nn.Module):
@@ -55,7 +56,7 @@ class NeckLevel(nn.Module):
     def forward(self, tokens: Tensor, rows: int, columns: int, height: int, width: int) -> Tensor:
         """Tokens (B, prefix + rows * columns, D) to (B, C, height, width)."""
         level = self.upsample(self.to_map(tokens, rows, columns))
-        if level.shape[-2:] != (height, width):
+        if not has_size(level, height, width):
             level = F.interpolate(level, size=(height, width), mode="bilinear", align_corners=False)
         return cast(Tensor, level)
 

@@ -12,6 +12,7 @@ from seg4k.errors import UserError
 from seg4k.models.decoder import DecoderBlock
 from seg4k.models.encoder import ViTEncoder, build_encoder
 from seg4k.models.neck import ImageLevel, NeckLevel, TokensToMap, doublings
+from seg4k.models.sizes import crop
 
 STEM_CHANNELS = 32
 STRIDES = (8, 4, 2, 1)  # of the outputs of the decoder blocks
@@ -99,7 +100,7 @@ class ViTUNet(nn.Module):
             logits = F.interpolate(
                 logits.float(), scale_factor=self.head_stride, mode="bilinear", align_corners=False
             )
-        return cast(Tensor, logits)[..., :height, :width]
+        return crop(cast(Tensor, logits), height, width)
 
     def forward_features(self, image: Tensor) -> Tensor:
         """Features (B, F, H', W') for the head: the image's size in whole patches over `head_stride`."""
