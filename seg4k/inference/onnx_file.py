@@ -3,8 +3,9 @@
 import importlib
 import json
 import logging
+import operator
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ def save_onnx(
             opset_version=OPSET,
             input_names=["image"],
             output_names=["logits"],
+            custom_translation_table=translations(),
         )
         assert made is not None
         made.model.producer_name, made.model.producer_version = "seg4k", seg4k.__version__
@@ -64,6 +66,21 @@ def save_onnx(
             made.model.metadata_props[f"seg4k.{key}"] = text
         with atomic_path(path) as temporary:
             made.save(temporary)
+
+
+def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """What of Python's arithmetic on sizes the exporter does not translate as Python computes it.
+
+    It makes `a // b` of two sizes an ONNX Div, which rounds towards zero: a ceiling written as -(-a // b),
+    as of the decoder's levels, is then a floor, and a map of patches of 14 pixels a row or a column short.
+    """
+    from onnxscript import opset18 as op  # of the version OPSET
+
+    def floordiv(dividend, divisor):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202 - typed by the trace
+        # ONNX's Mod of integers has the sign of the divisor, as Python's has: the division leaves no rest.
+        return op.Div(op.Sub(dividend, op.Mod(dividend, divisor)), divisor)
+
+    return {operator.floordiv: floordiv}
 
 
 @contextmanager
