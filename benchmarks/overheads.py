@@ -1,15 +1,16 @@
-"""What seg4k takes beside training, each with its floor: start-up and validation at 4K.
+"""What seg4k takes beside training, each with its floor: start-up, reading images, validation at 4K.
 
-python benchmarks/overheads.py --out benchmarks/results/overheads.json      two minutes on the CPU
+python benchmarks/overheads.py --out benchmarks/results/overheads.json      four minutes on the CPU
 
-The floor is what nobody can go below on this machine: importing torch and Lightning alone;
-the forward pass alone; parameters, image and the features that the head takes.
+The floor is what nobody can go below on this machine: importing torch and Lightning alone; decoding the files
+alone; the forward pass alone; parameters, image and the features that the head takes.
 """
 
 import argparse
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -96,15 +97,25 @@ def validation(encoder, height, width, repeats):
     }
 
 
+def reading(**more):
+    """What `benchmarks/input.py` finds, on pairs that are made for it."""
+    from input import throughput
+
+    with tempfile.TemporaryDirectory() as scratch:
+        return throughput(Path(scratch), **more)
+
+
 def suite(quick=False, repeats=2):
     """Everything that this script finds, as plain values."""
     if quick:
         return {
             "start_up": start_up(0),
+            "input": reading(pairs=2, rounds=1, height=128, width=192),
             "validation": validation("test_vit", 96, 128, 1),
         }
     return {
         "start_up": start_up(repeats),
+        "input": reading(),
         "validation": validation("test_vit", 2160, 3840, repeats),
     }
 

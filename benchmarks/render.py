@@ -257,8 +257,18 @@ def overheads_table(result):
     return table(("what", "seg4k", "floor", "ratio"), rows)
 
 
+def input_table(result):
+    rows = [
+        [name, f"{row['samples_per_second']:.2f}", f"{row['ratio']:.2f}"]
+        for name, row in result["rows"].items()
+    ]
+    return table(("arm", "samples/s, one process", "of the bare decode"), rows)
+
+
 def cpu_tables(result):
-    return f"{peers_table(result['peers'])}\n\n{overheads_table(result['overheads'])}"
+    overheads = result["overheads"]
+    tables = (peers_table(result["peers"]), overheads_table(overheads), input_table(overheads["input"]))
+    return "\n\n".join(tables)
 
 
 def gpu_tables(result):
@@ -374,7 +384,9 @@ def tables(results):
     if cpu:
         found["peers"] = f"{peers_table(cpu['peers'])}\n\n{source(cpu)}"
     if cpu and "overheads" in cpu:
-        found["overheads"] = f"{overheads_table(cpu['overheads'])}\n\n{source(cpu, False)}"
+        line = source(cpu, False)
+        found["overheads"] = f"{overheads_table(cpu['overheads'])}\n\n{line}"
+        found["input"] = f"{input_table(cpu['overheads']['input'])}\n\n{line}"
     if trace:
         line = source(trace)
         found["4k"] = f"{four_k_table(trace)}\n\n{line}"

@@ -106,6 +106,20 @@ def test_the_cpu_suite(tmp_path):
     assert "import seg4k" in printed
 
 
+def test_what_training_reads_beside_a_bare_decode(tmp_path):
+    import cv2
+    import input as reading
+
+    threads = cv2.getNumThreads()
+    found = reading.throughput(tmp_path, pairs=2, rounds=1, height=64, width=96)
+    assert cv2.getNumThreads() == threads
+    rows = found["rows"]
+    assert list(rows)[:3] == ["bare decode", "whole", "32 crops"]
+    assert rows["bare decode"]["ratio"] == 1
+    assert all(0 < row["ratio"] < 1 for name, row in rows.items() if name != "bare decode")
+    assert "| bare decode |" in render.input_table(found)
+
+
 @pytest.mark.slow
 def test_every_peer_at_a_tiny_size(tmp_path):
     pytest.importorskip("transformers")
