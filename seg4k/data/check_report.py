@@ -44,6 +44,7 @@ class Report:
         self._digests: dict[str, tuple[str, Path]] = {}
         self._counts: dict[str, Counter[int]] = {}
         self._images: dict[str, int] = {}
+        self._usable: Counter[str] = Counter()  # pairs of each split that training does not leave out
         self._images_with: Counter[int] = Counter()  # training images that have a label
         self._pixels_with: Counter[int] = Counter()  # valid pixels of those images
         self._moments = Moments()
@@ -59,6 +60,7 @@ class Report:
     def add(self, split: str, found: Found) -> None:
         """Add a pair."""
         self._images[split] = self._images.get(split, 0) + 1
+        self._usable[split] += all(fault.kind not in _SKIPPED for fault in found.faults)
         for fault in found.faults:
             self.add_fault(split, fault)
         if found.digest is not None:
@@ -99,6 +101,10 @@ class Report:
         """All pairs are added: what the settings of training ask of the data."""
         self.seconds = seconds
         table = self.reader.labelling.table
+        for split in ("train", "val"):
+            if self.settings.skip_unreadable and self._images.get(split) and not self._usable[split]:
+                message = f"data.on_error=skip leaves out every pair of {split}; mend or replace the files."
+                self.add_fault(split, Fault("settings", self.root, message))
         if self._dtype is not None:
             try:
                 self.settings.augment.check_images(self.reader.channels, self._dtype)

@@ -275,3 +275,13 @@ def test_what_training_skips_is_named_and_not_fatal(tmp_path):
     status, report = check(tmp_path, "folder", made.root, "data.on_error=skip")
     assert status == 0
     assert [(fault["kind"], fault["fatal"]) for fault in report["faults"]] == [("unreadable", False)]
+
+
+def test_a_split_of_which_nothing_is_left_is_fatal(tmp_path):
+    made = LAYOUTS["folder"](tmp_path / "set")
+    for mask in made.mask.parent.iterdir():
+        mask.write_bytes(mask.read_bytes()[:60])
+    status, report = check(tmp_path, "folder", made.root, "data.on_error=skip")
+    assert status == 2
+    fatal = [fault["message"] for fault in report["faults"] if fault["fatal"]]
+    assert fatal == ["data.on_error=skip leaves out every pair of train; mend or replace the files."]

@@ -1,5 +1,6 @@
 import struct
 import sys
+import zlib
 
 import cv2
 import numpy as np
@@ -104,6 +105,29 @@ def _tiff(image: np.ndarray) -> bytes:
     ]
     head = struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + b"".join(struct.pack("<HHII", *t) for t in tags)
     return head + struct.pack("<I", 0) + struct.pack(f"<{channels}H", *[8] * channels) + image.tobytes()
+
+
+def grey_png(path, labels, bits):
+    """A grey PNG of any depth, written by its specification."""
+    planes = [(labels >> bit) & 1 for bit in reversed(range(bits))]
+    rows = np.packbits(np.stack(planes, axis=2).reshape(len(labels), -1).astype(np.uint8), axis=1)
+    content = b"".join(b"\0" + row.tobytes() for row in rows)  # no filter
+    header = struct.pack(">IIBBBBB", labels.shape[1], labels.shape[0], bits, 0, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(content)), (b"IEND", b""))
+    path.write_bytes(
+        b"\x89PNG\r\n\x1a\n"
+        + b"".join(
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+            for kind, data in chunks
+        )
+    )
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_grey_masks_of_few_bits_give_labels(tmp_path, bits):
+    labels = np.random.default_rng(0).integers(0, 2**bits, (9, 13))
+    grey_png(tmp_path / "mask.png", labels, bits)
+    np.testing.assert_array_equal(read_mask(tmp_path / "mask.png"), labels)
 
 
 def test_masks_with_a_palette_give_indices_not_colours(tmp_path):
