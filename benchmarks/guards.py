@@ -7,11 +7,13 @@ The floor is `torch.utils.checkpoint` around the very same segments and nothing 
 """
 
 import argparse
-import datetime
 import functools
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from peer_models import Work, seg4k_model
+from provenance import provenance
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -21,11 +23,7 @@ from seg4k.activation_checkpointing import (
     remove_activation_checkpointing,
 )
 from seg4k.files import write_json
-from seg4k.models.vit_unet import build_model
 from seg4k.studies.speed import interleaved_timing
-from seg4k.training.run_card import code_state, device_state, environment
-
-CLASSES = 19
 
 
 def main():
@@ -38,15 +36,12 @@ def main():
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
 
-    torch.manual_seed(0)
-    size = (arguments.size, arguments.size)
-    config = {
-        "encoder": {"name": arguments.encoder, "weights": "random"},
-        "decoder": {"channels": [256, 128, 64, 32], "norm": "batch"},
-        "head": {"stride": 1},
-    }
-    model = build_model(config, num_classes=CLASSES, image_size=size).train()
-    image, mask = torch.rand(1, 3, *size), torch.randint(0, CLASSES, (1, *size))
+    work = Work(arguments.encoder, arguments.size, arguments.size)
+    model = seg4k_model(work).train()
+    image, mask = (
+        torch.rand(1, 3, work.height, work.width),
+        torch.randint(work.classes, (1, work.height, work.width)),
+    )
     segments = model.segments()
     plan = make_plan(arguments.mode, list(segments))
     losses = {}
@@ -80,7 +75,7 @@ def main():
         "seg4k, audit=always": functools.partial(ours, "always"),
     }
     timing = interleaved_timing(arms, warmup=arguments.warmup, repeats=arguments.repeats)
-    print(f"{arguments.encoder} + U-Net, {size[0]}x{size[1]}, fp32, {torch.get_num_threads()} threads\n")
+    print(f"{work.encoder} + U-Net, {work.width}x{work.height}, fp32, {torch.get_num_threads()} threads\n")
     print("| arm | step, s | time ratio | quartiles |\n| --- | --- | --- | --- |")
     for name, row in timing["arms"].items():
         first, third = row["ratio_iqr"]
@@ -88,22 +83,9 @@ def main():
     if len(set(losses.values())) > 1:
         raise SystemExit(f"the losses differ: {losses}")
     if arguments.out:
-        content = {
-            "command": "python benchmarks/guards.py",
-            "date": datetime.date.today().isoformat(),
-            "encoder": arguments.encoder,
-            "image_size": size,
-            "mode": arguments.mode,
-            "precision": "fp32",
-            "threads": torch.get_num_threads(),
-            "warmup": arguments.warmup,
-            "repeats": arguments.repeats,
-            "code": code_state(),
-            "environment": environment(),
-            "device": device_state("cpu", None, 1),
-            "rows": timing["arms"],
-        }
-        write_json(arguments.out, content)
+        config = {**asdict(work), "precision": "fp32", "mode": arguments.mode}
+        config |= {"warmup": arguments.warmup, "repeats": arguments.repeats}
+        write_json(arguments.out, {**provenance(config), "rows": timing["arms"]})
 
 
 if __name__ == "__main__":

@@ -7,53 +7,20 @@ Beside the modes: timm's own `set_grad_checkpointing` on the same encoder, with 
 """
 
 import argparse
-import copy
-import datetime
+from dataclasses import asdict
 from pathlib import Path
 
-import timm
 import torch
-from torch import nn
+from peer_models import Work, plain_model, seg4k_model
+from provenance import provenance
 from torch.nn import functional as F
 
 from seg4k.activation_checkpointing import apply_activation_checkpointing, make_plan
 from seg4k.activation_checkpointing.measure import measure_segments
 from seg4k.files import write_json
-from seg4k.models.vit_unet import build_model
 from seg4k.studies.speed import interleaved_timing
-from seg4k.training.run_card import code_state, device_state, environment
 
 MODES = ("none", "stage", "block", "layer", "encoder", "decoder", "selective")
-CLASSES = 19
-
-
-class TimmCheckpointed(nn.Module):
-    """Neck, decoder and head of a `ViTUNet` on timm's own model, with timm's own checkpointing."""
-
-    def __init__(self, name, size, parts):
-        super().__init__()
-        self.vit = timm.create_model(name, img_size=size, dynamic_img_size=True, num_classes=0)
-        self.vit.set_grad_checkpointing(True)
-        self.parts = parts
-
-    def forward(self, image):
-        parts, vit = self.parts, self.vit
-        height, width = image.shape[-2:]
-        depth = len(vit.blocks)
-        last, (second, third) = vit.forward_intermediates(
-            parts.preprocess(image), indices=[depth // 2 - 1, depth * 3 // 4 - 1], norm=False
-        )
-        rows, columns = second.shape[-2:]
-        skips = {
-            8: parts.neck["stride8"].upsample(third),
-            4: parts.neck["stride4"].upsample(second),
-            2: parts.neck["stride2"](parts.preprocess(image)),
-            1: None,
-        }
-        x = parts.neck["stride16"](last, rows, columns)
-        for index, (stride, skip) in enumerate(skips.items()):
-            x = parts.decoder[f"block{index}"](x, height // stride, width // stride, skip)
-        return parts.head(x)
 
 
 def saved_bytes(model, image, mask):
@@ -86,16 +53,13 @@ def main():
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
 
-    torch.manual_seed(0)
-    size = (arguments.size, arguments.size)
-    config = {
-        "encoder": {"name": arguments.encoder, "weights": "random"},
-        "decoder": {"channels": [256, 128, 64, 32], "norm": "batch"},
-        "head": {"stride": 1},
-    }
-    model = build_model(config, num_classes=CLASSES, image_size=size).train()
-    image, mask = torch.rand(1, 3, *size), torch.randint(0, CLASSES, (1, *size))
-    peer = TimmCheckpointed(arguments.encoder, size, copy.deepcopy(model)).train()
+    work = Work(arguments.encoder, arguments.size, arguments.size)
+    model, peer = seg4k_model(work).train(), plain_model(work).train()
+    peer.vit.set_grad_checkpointing(True)
+    image, mask = (
+        torch.rand(1, 3, work.height, work.width),
+        torch.randint(work.classes, (1, work.height, work.width)),
+    )
     names = list(model.segments())
     plans = {mode: make_plan(mode, names) for mode in MODES}
 
@@ -135,7 +99,7 @@ def main():
     for name, times in timing["arms"].items():
         rows[name] |= times
 
-    print(f"{arguments.encoder} + U-Net, {size[0]}x{size[1]}, fp32, {torch.get_num_threads()} threads\n")
+    print(f"{work.encoder} + U-Net, {work.width}x{work.height}, fp32, {torch.get_num_threads()} threads\n")
     print("| mode | segments | saved for backward | recompute, GFLOP (of forward) | step, s | time ratio |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, row in rows.items():
@@ -146,21 +110,9 @@ def main():
             f"| {row['median_seconds']:.2f} | {row['ratio']:.3f} |"
         )
     if arguments.out:
-        content = {
-            "command": "python benchmarks/modes.py",
-            "date": datetime.date.today().isoformat(),
-            "encoder": arguments.encoder,
-            "image_size": size,
-            "precision": "fp32",
-            "threads": torch.get_num_threads(),
-            "warmup": arguments.warmup,
-            "repeats": arguments.repeats,
-            "code": code_state(),
-            "environment": environment(),
-            "device": device_state("cpu", None, 1),
-            "rows": rows,
-        }
-        write_json(arguments.out, content)
+        config = {**asdict(work), "precision": "fp32"}
+        config |= {"warmup": arguments.warmup, "repeats": arguments.repeats}
+        write_json(arguments.out, {**provenance(config), "rows": rows})
 
 
 if __name__ == "__main__":
