@@ -71,6 +71,26 @@ class FSDP(ModelParallelStrategy):
         for buffer in self.model.buffers():
             buffer.data = buffer.data.to(self.root_device)
 
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:  # noqa: ANN401
+        """Load weights and what optimizers keep.
+
+        An optimizer that keeps nothing (SGD without momentum) has settings only, and those torch does not
+        load into a sharded model: it asks the tensors that it finds for their device.
+        """
+        optimizers = self.optimizers
+        with_state = all(group.get("momentum", 1.0) for one in optimizers for group in one.param_groups)
+        if with_state:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        self.optimizers = []
+        try:
+            content = super().load_checkpoint(checkpoint_path, weights_only)
+        finally:
+            self.optimizers = optimizers
+        for optimizer, saved in zip(optimizers, content["optimizer_states"], strict=True):
+            for group, settings in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+                group.update({key: value for key, value in settings.items() if key != "params"})
+        return content
+
 
 def world_size(settings: Mapping[str, Any]) -> int:
     """Number of processes, one per device, from the `trainer` group."""

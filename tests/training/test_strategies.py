@@ -202,6 +202,18 @@ def test_a_run_goes_on_under_any_other_strategy(root, tmp_path, first, then):
     assert difference(found[first], found[then]) < 1e-6
 
 
+def test_fsdp_goes_on_with_an_optimizer_that_keeps_nothing(root, tmp_path):
+    shape = (*COMMON, *SHAPES["fsdp, 2 x 2"], "optimizer.momentum=0.0", "precision=fp64")
+    train(smoke(root, *shape, "trainer.max_steps=2"), tmp_path / "begun", "")
+    source = tmp_path / "begun" / "checkpoints" / "last.ckpt"
+    train({**smoke(root, *shape, "trainer.max_steps=4"), "resume": str(source)}, tmp_path / "then", "")
+    single = (*COMMON, *SHAPES["one process, 4"], "optimizer.momentum=0.0", "precision=fp64")
+    train(smoke(root, *single, "trainer.max_steps=2"), tmp_path / "single", "")
+    source = tmp_path / "single" / "checkpoints" / "last.ckpt"
+    train({**smoke(root, *single, "trainer.max_steps=4"), "resume": str(source)}, tmp_path / "same", "")
+    assert difference(last_weights(tmp_path / "then"), last_weights(tmp_path / "same")) < 1e-11
+
+
 @pytest.mark.slow
 def test_batch_norm_keeps_the_same_statistics_in_every_process(root, tmp_path):
     shape = ("batch.per_device=2", "batch.effective=4", "model.decoder.norm=batch", *TWO)
