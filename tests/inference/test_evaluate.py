@@ -39,6 +39,20 @@ def test_the_checkpoint_on_its_own_data_scores_as_its_run_card_says(trained, tmp
     assert result["accuracy"] == pytest.approx(float(matrix.diagonal().sum() / matrix.sum()))
 
 
+def test_what_is_left_out_is_said(checkpoint, root, tmp_path, capsys):
+    other = shutil.copytree(root, tmp_path / "other")
+    broken = other / "masks/val/1.png"
+    broken.write_bytes(broken.read_bytes()[:60])
+    settings = ("data=folder", f"data.root={other}", "data.on_error=skip", "data.num_workers=0", "worst=0")
+    result = evaluate(checkpoint, tmp_path / "out", *settings)
+    assert np.sum(result["confusion"]) == 2 * 45 * 72
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if "left out" in line] == [
+        line for line in lines if line.startswith(f"seg4k: left out, since data.on_error=skip: {broken}")
+    ]
+    assert any("left out" in line for line in lines)
+
+
 def test_another_folder_tiles_and_the_worst_image(checkpoint, root, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(root, other)
