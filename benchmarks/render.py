@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 GIB, MIB = 2**30, 2**20
 SUITES = {"cpu": "suite_cpu.json", "trace": "suite_trace.json", "gpu": "suite_gpu.json"}
+SINGLE = {"ledger": "trace_vs_ledger_cpu.json"}
 
 
 def table(head, rows):
@@ -372,14 +373,47 @@ def readme_table(trace, cpu):
     return table(head, rows)
 
 
+def ledger_table(result):
+    rows = [
+        [
+            run["encoder"],
+            f"{run['size'][1]}x{run['size'][0]}",
+            run["precision"],
+            {"ce": "CE", "ce_dice": "CE + Dice"}[run["loss"]],
+            f"`{run['mode']}`",
+            f"{run['measured_bytes'] / MIB:.1f}",
+            f"{run['traced_bytes'] / MIB:.1f}",
+            f"{run['ratio']:+.2%}",
+        ]
+        for run in result["runs"]
+    ]
+    head = ("encoder", "size", "precision", "loss", "mode", "measured, MiB", "traced, MiB", "difference")
+    return table(head, rows)
+
+
+def ledger_line(result):
+    """How far the traced peaks lie from the measured ones, in one sentence."""
+    said = [
+        f"{found['runs']} runs in {precision}: {found['lowest']:+.2%} to {found['highest']:+.2%}"
+        for precision, found in result["summary"].items()
+    ]
+    versions, code = result["environment"], result["code"]
+    return (
+        f"{'; '.join(said)}. `python benchmarks/trace_vs_ledger.py`, {result['date']}, "
+        f"{result['device']['name']} ({result['processor']}), {result['threads']} threads; "
+        f"torch {versions['torch']}, timm {versions['timm']}; seg4k {code['version']}"
+        f"{' at ' + code['git_sha'][:8] if code['git_sha'] else ''}."
+    )
+
+
 def load(suite, results):
-    path = results / SUITES[suite]
+    path = results / (SUITES | SINGLE)[suite]
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def tables(results):
     """Every table that the results at hand make, by name."""
-    cpu, trace, gpu = (load(suite, results) for suite in SUITES)
+    cpu, trace, gpu, ledger = (load(name, results) for name in SUITES | SINGLE)
     found = {}
     if cpu:
         found["peers"] = f"{peers_table(cpu['peers'])}\n\n{source(cpu)}"
@@ -400,6 +434,9 @@ def tables(results):
         found["readme"] = f"{readme_table(trace, cpu)}\n\n{source(trace)}"
     if gpu:
         found["gpu"] = f"{gpu_tables(gpu)}\n\n{source(gpu)}"
+    if ledger:
+        found["ledger"] = f"{ledger_table(ledger)}\n\n{ledger_line(ledger)}"
+        found["ledger-line"] = ledger_line(ledger)
     return found
 
 

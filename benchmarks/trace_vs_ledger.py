@@ -1,6 +1,6 @@
 """Hold the traced peak of a training step against the measured one.
 
-    python benchmarks/trace_vs_ledger.py                               # ViT-Tiny, CPU, about 10 minutes
+    python benchmarks/trace_vs_ledger.py                               # ViT-Tiny, CPU, about 25 minutes
     python benchmarks/trace_vs_ledger.py --encoder vit_base_patch16_224 --sizes 256 384
     python benchmarks/trace_vs_ledger.py --device cuda --sizes 1080x1920 --encoder vit_base_patch16_224
 
@@ -117,19 +117,22 @@ def summary(rows):
 
 
 def keep(path, device, rows):
+    from provenance import processor, relative
+
     from seg4k.files import write_json
     from seg4k.training.run_card import code_state, device_state, environment
 
     commands = []
     if path.exists():
         commands = json.loads(path.read_text(encoding="utf-8"))["commands"]
-    command = " ".join(["python", *sys.argv])
+    command = " ".join(["python", *relative(sys.argv)])
     content = {
         "commands": [*commands, command] if command not in commands else commands,
         "date": datetime.date.today().isoformat(),
         "step": "forward, loss, backward, AdamW; batch 1, 19 classes, decoder 256/128/64/32, random weights",
         "rules": device,
         "device": device_state(device, None, 1),
+        "processor": processor(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())),
         "code": code_state(),

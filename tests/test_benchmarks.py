@@ -163,6 +163,20 @@ def test_a_page_is_rendered_between_its_markers_only():
     assert render.rendered(once, {"a": "| new |"}) == once
 
 
+def test_traced_against_measured(tmp_path):
+    out = tmp_path / render.SINGLE["ledger"]
+    sizes = ("--encoder", "test_vit", "--sizes", "64", "--modes", "none", "stage", "--precisions", "fp32")
+    run(tmp_path, "trace_vs_ledger.py", *sizes, "--losses", "ce", "--out", str(out))
+    result = json.loads(out.read_text())
+    assert str(ROOT) not in result["commands"][0]
+    assert [row["mode"] for row in result["runs"]] == ["none", "stage"]
+    lowest, highest = (result["summary"]["fp32"][key] for key in ("lowest", "highest"))
+    assert -0.01 <= lowest <= highest <= 0.03
+    found = render.tables(tmp_path)
+    assert "2 runs in fp32" in found["ledger-line"]
+    assert "| test_vit | 64x64 | fp32 | CE | `stage` |" in found["ledger"]
+
+
 def test_what_fails_is_a_row():
     row = {"failed": "RuntimeError: no"}
     base = {"peak_bytes": 2**20, "flops": 10**9, "peak_at": "loss forward"}
