@@ -7,7 +7,8 @@ here follow the order in which the copies are made and let go of, as read from a
 AVX-512); buffers of a few KiB and those that depend on the number of threads are left out.
 
 Gloo, which exchanges tensors between processes on the CPU, reduces a copy of what it is to scatter, and
-gathers into a copy of the result.
+gathers into a copy of the result. It does so in a thread of its own: where another process is late, the copy
+waits for it, and a measured peak may contain one segment's gathered parameters more than the trace has.
 """
 
 import math
@@ -26,17 +27,18 @@ def _vector_channels() -> int:
     return 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
 
 
-def _blocked(tensor: torch.Tensor, *dims: int) -> int:
-    """Bytes of a tensor whose channel dimensions `dims` are padded to whole vectors."""
+def _blocked(tensor: torch.Tensor, *dims: int, channels: int | None = None) -> int:
+    """Bytes of a tensor whose channel dimensions `dims` are padded to whole vectors, or to `channels`."""
+    group = channels or _vector_channels()
     shape = list(tensor.shape)
     for dim in dims:
-        shape[dim] = -(-shape[dim] // _vector_channels()) * _vector_channels()
+        shape[dim] = -(-shape[dim] // group) * group
     return math.prod(shape) * tensor.element_size()
 
 
 def _image(tensor: torch.Tensor) -> int:
-    # Images with fewer channels than half a vector, as the network's input, are read as they are.
-    return 0 if tensor.shape[1] < _vector_channels() // 2 else _blocked(tensor, 1)
+    # On the way forward images with fewer channels than a vector are read as they are.
+    return 0 if tensor.shape[1] < _vector_channels() else _blocked(tensor, 1)
 
 
 def _plain(tensor: torch.Tensor | None) -> int:
@@ -50,18 +52,31 @@ def _convolution(args: tuple[Any, ...], out: torch.Tensor) -> int:
 
 
 def _convolution_backward(args: tuple[Any, ...], out: tuple[torch.Tensor | None, ...]) -> int:
-    gradient, weight, image = _blocked(args[0], 1), _blocked(args[2], 0, 1), _image(args[1])
+    weight = _blocked(args[2], 0, 1)
     to_image, to_weight = out[0], out[1]
     results = sum(map(_plain, out))
     first = second = 0
     if to_image is not None:
-        first = gradient + weight + _blocked(to_image, 1) - results
+        first = _blocked(args[0], 1) + weight + _blocked(to_image, 1) - results
     if to_weight is not None:
+        gradient, image = _operands_of_weight(args[0], args[1])
         second = gradient + image + weight - _plain(to_weight)
         if args[0].dtype in (torch.bfloat16, torch.float16):
             # Transposed copies of both, and a sum over the pixels in fp32.
             second += gradient + image + 4 * weight // to_weight.element_size()
     return max(first, second)
+
+
+def _operands_of_weight(gradient: torch.Tensor, image: torch.Tensor) -> tuple[int, int]:
+    """Bytes of what the gradient of a weight is computed from: copies of the result's gradient and the image.
+
+    Few channels are grouped by half a vector; the 1 to 3 of a network's input are read as they are.
+    """
+    half = _vector_channels() // 2
+    few = image.shape[1] <= half
+    group = half if few else None
+    copied = 0 if image.shape[1] <= 3 else _blocked(image, 1, channels=group)
+    return _blocked(gradient, 1, channels=group if gradient.shape[1] <= half else None), copied
 
 
 def library_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:  # noqa: ANN401 - torch's operator

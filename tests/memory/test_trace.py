@@ -229,3 +229,39 @@ def test_unknown_precision():
 def test_step_is_a_value(builders):
     step = builders.chain()
     assert dataclasses.replace(step, accumulate=4).accumulate == 4
+
+
+class Convolution(torch.nn.Module):
+    """One 3 x 3 convolution, of features that want a gradient."""
+
+    def __init__(self, channels, results):
+        super().__init__()
+        self.first = torch.nn.Conv2d(3, channels, 1, bias=False)
+        self.second = torch.nn.Conv2d(channels, results, 3, padding=1, bias=False)
+
+    def segments(self):
+        return {"first": self.first, "second": self.second}
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.skipif(
+    "AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="the layouts were read on AVX-512"
+)
+@pytest.mark.parametrize(
+    ("channels", "results"), [(4, 4), (8, 8), (8, 16), (12, 12), (16, 8), (16, 16), (32, 19), (24, 24)]
+)
+def test_convolutions_of_any_width_against_the_ledger(channels, results):
+    def step():
+        return Step(
+            Convolution(channels, results),
+            lambda model, batch: model(batch["x"]).square().mean(),
+            lambda model: torch.optim.SGD(model.parameters()),
+            {"x": ((1, 3, 192, 192), torch.float32)},
+            precision="fp32",
+        )
+
+    once, roots = run(step())
+    measured = measure_cpu_peak(once, roots=roots)
+    assert trace(step(), rules="cpu").peak_bytes == pytest.approx(measured, rel=0.005)
