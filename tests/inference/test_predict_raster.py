@@ -75,6 +75,7 @@ def test_a_plain_tiff_is_an_image(root, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_scene_of_20000_pixels_a_side_in_under_4_gib(root, tmp_path):
     """Run in a process of its own, whose largest resident set is read at its end; the model is tiny."""
     tiny = ("model.decoder.channels=[4,4,4,4]", "model.head.stride=4", "trainer.max_steps=1")
