@@ -59,24 +59,31 @@ def _convolution_backward(args: tuple[Any, ...], out: tuple[torch.Tensor | None,
     if to_image is not None:
         first = _blocked(args[0], 1) + weight + _blocked(to_image, 1) - results
     if to_weight is not None:
-        gradient, image = _operands_of_weight(args[0], args[1])
-        second = gradient + image + weight - _plain(to_weight)
-        if args[0].dtype in (torch.bfloat16, torch.float16):
-            # Transposed copies of both, and a sum over the pixels in fp32.
-            second += gradient + image + 4 * weight // to_weight.element_size()
+        half = args[0].dtype in (torch.bfloat16, torch.float16)
+        second = _for_weight(args[0], args[1], to_weight, half) - _plain(to_weight)
     return max(first, second)
 
 
-def _operands_of_weight(gradient: torch.Tensor, image: torch.Tensor) -> tuple[int, int]:
-    """Bytes of what the gradient of a weight is computed from: copies of the result's gradient and the image.
+def _for_weight(gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, half: bool) -> int:
+    """Bytes from which the gradient of a weight is computed.
 
-    Few channels are grouped by half a vector; the 1 to 3 of a network's input are read as they are.
+    They are copies of the result's gradient and the image; few channels are grouped by half a vector, and the
+    1 to 3 of a network's input are read as they are. In half precision both are transposed once more, and
+    summed over the pixels in fp32; few channels on both sides are multiplied as columns, one for each tap.
     """
-    half = _vector_channels() // 2
-    few = image.shape[1] <= half
-    group = half if few else None
-    copied = 0 if image.shape[1] <= 3 else _blocked(image, 1, channels=group)
-    return _blocked(gradient, 1, channels=group if gradient.shape[1] <= half else None), copied
+    vector, channels, results = _vector_channels(), image.shape[1], gradient.shape[1]
+    blocked = _blocked(weight, 0, 1)
+    if half and 3 < channels < vector:
+        if results < vector:
+            taps = weight.shape[2] * weight.shape[3]
+            return taps * channels * gradient.shape[2] * gradient.shape[3] * image.element_size()
+        return _blocked(gradient, 1) + _blocked(image, 1) + blocked
+    few = vector // 2 if channels <= vector // 2 and not half else None
+    copies = 0 if channels <= 3 else _blocked(image, 1, channels=few)
+    copies += _blocked(gradient, 1, channels=few if few and results <= few else None)
+    if half:
+        return 2 * copies + blocked + 4 * blocked // weight.element_size()
+    return copies + blocked
 
 
 def library_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:  # noqa: ANN401 - torch's operator

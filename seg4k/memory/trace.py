@@ -60,7 +60,7 @@ def trace(
     with ExitStack() as stack:
         if cuda:
             stack.enter_context(cuda_rules())
-            stack.enter_context(_host_copies(recorder))
+        stack.enter_context(_host_copies(recorder, elsewhere=cuda))
         mesh = stack.enter_context(one_of(step.processes)) if step.shard is not None else None
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         faked((model, *step.modules))
@@ -85,10 +85,13 @@ def _apply(model: nn.Module, plan: Plan) -> None:
 
 
 @contextmanager
-def _host_copies(recorder: Recorder) -> Iterator[None]:
-    """Have offloaded tensors leave the device, and come back as new ones, as they do on CUDA."""
+def _host_copies(recorder: Recorder, *, elsewhere: bool) -> Iterator[None]:
+    """Have offloaded tensors leave the device, and come back as new ones, as they do on CUDA.
 
-    class HostCopy(offload.HostCopy):
+    Where host memory is not `elsewhere`, they are copies in the same memory, as on the CPU.
+    """
+
+    class Elsewhere(offload.HostCopy):
         def __init__(self, tensor: torch.Tensor) -> None:
             self.device, self.ready = tensor.device, None
             self.bytes = tensor.numel() * tensor.element_size()
@@ -100,8 +103,13 @@ def _host_copies(recorder: Recorder) -> Iterator[None]:
                 pass
             return torch.empty_like(self.host)
 
+    class Here(offload.HostCopy):
+        def __init__(self, tensor: torch.Tensor) -> None:
+            super().__init__(tensor)
+            recorder.record_of(self.host)  # it was made past the recorder
+
     plain = offload.HostCopy
-    offload.HostCopy = HostCopy  # type: ignore[misc]
+    offload.HostCopy = Elsewhere if elsewhere else Here  # type: ignore[misc]
     try:
         yield
     finally:

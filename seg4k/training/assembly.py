@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from seg4k.activation_checkpointing import AppliedPlan, Plan, apply_activation_checkpointing, make_plan
 from seg4k.data.build import build_datamodule
@@ -105,9 +106,10 @@ def prepare(
     trainer = make_trainer(config, directory, job, accumulate, (stopwatch, memory, interruption, checkpoints))
     if is_predicted(config) and job.preflight is None:
         task = Task(len(classes), data.in_channels, classes.ignore_index)
-        job.preflight = decided_by_the_first(
-            lambda: before_training(config, task), connected=connect_early(trainer.strategy)
-        )
+        with isolate_rng():  # a run that plans draws the same numbers as one that does not
+            job.preflight = decided_by_the_first(
+                lambda: before_training(config, task), connected=connect_early(trainer.strategy)
+            )
     if job.preflight is not None:
         card["memory"]["predicted_peak_bytes"] = job.preflight["predicted_peak_bytes"]
     data.setup("fit")

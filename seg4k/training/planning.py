@@ -133,7 +133,7 @@ def predict(
             return Prediction(plan, step, report)
     with tracer_for(config, task, device) as tracer:
         device = with_speeds(device, tracer, config, task)
-        planner = AutoPlanner(tracer, device, _policies(settings))
+        planner = AutoPlanner(tracer, device, _policies(settings, device))
         found = planner.at(budget)
         baseline = planner.planned(Plan())
         if found is None:
@@ -178,7 +178,7 @@ def maximize_batch(config: Mapping[str, Any], task: Task, device: Device) -> tup
     """
     settings = config["activation_checkpointing"]
     budget = budget_of(settings, device)
-    policies, world = _policies(settings), world_size(config["trainer"])
+    policies, world = _policies(settings, device), world_size(config["trainer"])
     tracers: list[Tracer] = []
 
     def planner_for(batch: int) -> AutoPlanner:
@@ -219,7 +219,7 @@ def lowering(config: Mapping[str, Any]) -> dict[str, str]:
         options["batch.per_device=1"] = "fewer images at once; batch.effective is kept by accumulation"
     height, width = config["data"]["image_size"]
     options[f"data.image_size=[{height // 2},{width // 2}]"] = "smaller crops"
-    if not config["activation_checkpointing"].get("offload", True):
+    if not config["activation_checkpointing"].get("offload", True) and config["device"]["name"] != "cpu":
         options["activation_checkpointing.offload=true"] = "what segments hold waits in host memory"
     if config["loss"].get("strips") not in ("auto", None):
         options["loss.strips=auto"] = "head and loss in strips of rows"
@@ -238,8 +238,9 @@ def budget_of(settings: Mapping[str, Any], device: Device) -> int:
     return device.budget_bytes if budget is None else parse_bytes(budget, "activation_checkpointing.budget")
 
 
-def _policies(settings: Mapping[str, Any]) -> tuple[Policy, ...]:
-    offload = (Policy.OFFLOAD,) if settings.get("offload", True) else ()
+def _policies(settings: Mapping[str, Any], device: Device) -> tuple[Policy, ...]:
+    # The memory of a CPU is the host's: nothing is gained by a copy in it.
+    offload = (Policy.OFFLOAD,) if settings.get("offload", True) and device.kind != "cpu" else ()
     return (Policy.SELECTIVE, Policy.RECOMPUTE, *offload)
 
 

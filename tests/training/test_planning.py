@@ -1,6 +1,7 @@
 import json
 
 import pytest
+import torch
 
 from seg4k.cli import main
 from seg4k.errors import PlanDoesNotFit, UserError
@@ -10,8 +11,9 @@ from seg4k.training.out_of_memory import after_out_of_memory
 from seg4k.training.plan_answer import answer
 from seg4k.training.planning import Task, before_training, lowering, parse_bytes, predict
 from seg4k.training.traced_step import build_step
-from tests.helpers import configuration, make_folder
-from tests.training.runs import card, run
+from seg4k.training.train import train
+from tests.helpers import configuration, make_folder, smoke
+from tests.training.runs import card, last_weights, run
 
 TASK = Task(5, 3, 255)
 TINY = ("experiment=smoke", "device=rtx4090", "plan.num_classes=5", "batch.effective=1")
@@ -165,6 +167,29 @@ def test_speeds_of_this_machine_are_measured_once(tmp_path, monkeypatch):
     assert slow.step.seconds > 100 * len(measured) > first.step.seconds
     assert slow.report["predicted"]["slowdown"] > 1.1
     assert slow.step.trace == first.step.trace
+
+
+def test_a_run_that_plans_draws_the_same_numbers(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # nothing is measured yet
+    found = {}
+    for mode in ("none", "auto"):
+        config = smoke(
+            root, "trainer.max_steps=2", f"activation_checkpointing={mode}", "device=this", "optimizer=sgd"
+        )
+        train(config, tmp_path / mode, "")
+        found[mode] = last_weights(tmp_path / mode)
+    assert cache_directory().is_dir()
+    assert all(torch.equal(value, found["auto"][name]) for name, value in found["none"].items())
+
+
+def test_the_cpu_has_nowhere_to_offload_to():
+    large = ("device=cpu", "data.image_size=[256,256]")
+    budget = int(0.8 * traced(*large, rules="cpu").peak_bytes)
+    more = ("activation_checkpointing=auto", f"activation_checkpointing.budget={budget}")
+    found = predict(configuration(*TINY, *large, *more), TASK)
+    assert found.plan
+    assert "offload" not in set(map(str, found.plan.values()))
+    assert found.report["predicted"]["peak_bytes"] <= budget
 
 
 def test_a_budget_is_for_auto_and_breaks_no_other_mode(root):
