@@ -39,7 +39,9 @@ def code_state() -> dict[str, Any]:
     if (root / ".git").exists():
         try:
             state["git_sha"] = _git(root, "rev-parse", "HEAD").strip()
-            state["dirty"] = bool(_git(root, "status", "--porcelain").strip())
+            # Results are no code: a suite that writes its first does not change what it measures.
+            others = (".", ":(exclude)benchmarks/results")
+            state["dirty"] = bool(_git(root, "status", "--porcelain", "--", *others).strip())
         except (OSError, subprocess.SubprocessError):
             pass  # no git here: the version must do
     return state
