@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 GIB, MIB = 2**30, 2**20
 SUITES = {"cpu": "suite_cpu.json", "trace": "suite_trace.json", "gpu": "suite_gpu.json"}
-SINGLE = {"ledger": "trace_vs_ledger_cpu.json"}
+SINGLE = {"ledger": "trace_vs_ledger_cpu.json", "one-step": "one_step_4k.json"}
 
 
 def table(head, rows):
@@ -406,6 +406,15 @@ def ledger_line(result):
     )
 
 
+def one_step_line(result):
+    step = result["steps"]["auto"]
+    return (
+        f"Largest resident set {size(step['rss_bytes'])}, {size(step['rss_before_bytes'])} of it before the "
+        f"step (Python, libraries, parameters, the batch); planned {size(result['predicted_bytes'])} of "
+        f"tensors, where recomputing nothing holds {size(result['none_bytes'])}; loss {step['loss']:.6f}."
+    )
+
+
 def load(suite, results):
     path = results / (SUITES | SINGLE)[suite]
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
@@ -413,7 +422,7 @@ def load(suite, results):
 
 def tables(results):
     """Every table that the results at hand make, by name."""
-    cpu, trace, gpu, ledger = (load(name, results) for name in SUITES | SINGLE)
+    cpu, trace, gpu, ledger, one_step = (load(name, results) for name in SUITES | SINGLE)
     found = {}
     if cpu:
         found["peers"] = f"{peers_table(cpu['peers'])}\n\n{source(cpu)}"
@@ -437,6 +446,8 @@ def tables(results):
     if ledger:
         found["ledger"] = f"{ledger_table(ledger)}\n\n{ledger_line(ledger)}"
         found["ledger-line"] = ledger_line(ledger)
+    if one_step:
+        found["one-step"] = f"{one_step_line(one_step)} {source(one_step)}"
     return found
 
 
