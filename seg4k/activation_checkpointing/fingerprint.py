@@ -154,6 +154,5 @@ def storage_key(tensor: Tensor) -> Any:  # noqa: ANN401 - an address, or None
     """What identifies the memory under a tensor while it is alive; None where there is none to speak of."""
     try:
         return tensor.untyped_storage()._cdata
-    # Sparse tensors raise the first, functorch's wrappers the second: neither has memory of its own to watch.
-    except (NotImplementedError, RuntimeError):
+    except RuntimeError:  # of sparse tensors and functorch's wrappers: neither has memory of its own to watch
         return None

@@ -74,9 +74,8 @@ def load_timm_weights(vit: nn.Module, path: Path) -> None:
             raise KeyError(f"it lacks {len(missing)} of {len(own)} tensors, the first {missing[0]}")
         vit.load_state_dict(state, strict=False)
     # What timm and torch raise for weights of another architecture: a name they look for (KeyError), a value
-    # that is no tensor (AttributeError), a kernel whose channels cannot be adapted (NotImplementedError), and
-    # shapes that differ (RuntimeError).
-    except (KeyError, RuntimeError, AttributeError, NotImplementedError) as error:
+    # that is no tensor (AttributeError), and shapes that differ or cannot be adapted (RuntimeError).
+    except (KeyError, RuntimeError, AttributeError) as error:
         reason = str(error.args[0]).strip().splitlines()[-1].strip()
         raise UserError(
             f"{where}: these are weights of another architecture than "

@@ -2,13 +2,14 @@
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 def has_size(x: Tensor, height: int, width: int) -> bool:
     """Whether `x` (..., H, W) has this size; while a graph of any size is exported, whether it always has."""
     rows, columns = x.shape[-2:]
     if torch.compiler.is_exporting():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # only export needs its sympy
+
         return statically_known_true(rows == height) and statically_known_true(columns == width)
     return rows == height and columns == width
 
