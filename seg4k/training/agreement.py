@@ -1,5 +1,6 @@
 """What the processes of a run tell each other outside of training steps."""
 
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -8,6 +9,7 @@ import torch
 from seg4k.errors import UserError
 
 Value = TypeVar("Value")
+LETTING_GO_SECONDS = 0.2
 
 
 def decided_by_the_first(decide: Callable[[], Value], *, connected: bool) -> Value:
@@ -43,3 +45,14 @@ def of_every_process(value: Value, *, connected: bool) -> list[Value]:
     values: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(values, value)
     return values
+
+
+def leave_process_group() -> None:
+    """Destroy the process group, and give gloo's threads the time to let go of what they hold.
+
+    They need the interpreter to drop the tensors of the last exchange. A thread that comes to it only while
+    the interpreter ends aborts the process, before Python 3.14 (pytorch/pytorch#190489). Torch does not tell
+    whether any is left to come.
+    """
+    torch.distributed.destroy_process_group()
+    time.sleep(LETTING_GO_SECONDS)

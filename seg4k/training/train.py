@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_only
 
 from seg4k.data.datamodule import SegmentationDataModule
-from seg4k.training.agreement import of_every_process
+from seg4k.training.agreement import leave_process_group, of_every_process
 from seg4k.training.assembly import Found, prepare
 from seg4k.training.callbacks import MemoryWatch, Stopwatch, largest_peak
 from seg4k.training.checkpoints import Checkpoints, check_run_directory, find_checkpoint
@@ -165,7 +165,7 @@ def _end_processes(trainer: Trainer | None, variables: Mapping[str, str | None],
         launcher.end(failed=failed)
         # NCCL may wait here for ever for a process that is no more; gloo sees that it is gone.
         if torch.distributed.is_initialized() and (not failed or torch.distributed.get_backend() == "gloo"):
-            torch.distributed.destroy_process_group()
+            leave_process_group()
     for name, value in variables.items():
         os.environ.pop(name, None)
         if value is not None:

@@ -29,4 +29,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not through the interpreter's end, where a late thread of gloo aborts: see `leave_process_group`.
+    os._exit(status)

@@ -24,6 +24,7 @@ from seg4k.losses.strips import (
     strip_statistics,
     upsample_logits,
 )
+from tests.processes import leave_at_once
 
 CONFIGS = {
     "ce": {"terms": {"ce": 1.0}},
@@ -494,7 +495,7 @@ def _train_in_process(rank: int, folder: str) -> None:
     features, target = _parts()
     tail(features[rank : rank + 1].requires_grad_(), target[rank : rank + 1]).backward()
     torch.save(tail.module.head.weight.grad, Path(folder) / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
+    leave_at_once()
 
 
 def _tail():

@@ -18,6 +18,7 @@ from seg4k.training.global_batch import finish_gradients
 from seg4k.training.module import SegmentationModule
 from seg4k.training.sharding import shard
 from tests.helpers import CLASSES, configuration
+from tests.processes import leave_at_once
 
 MODES = ("none", "stage", "block", "layer", "selective", "encoder", "decoder")
 SIZE, IMAGES = (32, 48), 4
@@ -97,7 +98,7 @@ def job(rank, folder, cases):
     torch.save(found, folder / f"{rank}.pt")
     (folder / f"{rank}.json").write_text(json.dumps(agreed(rank)))
     dist.barrier()
-    dist.destroy_process_group()
+    leave_at_once()
 
 
 def agreed(rank):
