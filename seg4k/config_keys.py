@@ -71,8 +71,15 @@ def _did_you_mean(key: str, known: Iterable[str]) -> str:
 
 def explain(error: Exception, conf: Path, verb: str) -> str:
     """Hydra's message without its advice to append, which would only add a key that nothing reads."""
+    from hydra.errors import MissingConfigException
     from omegaconf.errors import MissingMandatoryValue
 
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        choices = [option for option in error.options if option != "base"]
+        return (
+            f"{group}={name}: no such choice.{_did_you_mean(name, choices)} There are {', '.join(choices)}."
+        )
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key}: must be set, {error.full_key}=VALUE"
     message = str(error)

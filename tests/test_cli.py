@@ -88,8 +88,15 @@ def test_a_run_from_the_command_line(root, tmp_path):
         (["modle.encoder.name=x"], "modle.encoder.name: no such key. Did you mean model.encoder.name"),
         (["batch.efective=4"], "Did you mean batch.effective"),
         (["+batch.extra=4"], "batch.extra: no such key"),
-        (["experiment=quickstrat"], "quickstart"),
-        (["activation_checkpointing=stages"], "stage"),
+        (
+            ["experiment=quickstrat"],
+            "experiment=quickstrat: no such choice. Did you mean quickstart? There are gran",
+        ),
+        (
+            ["activation_checkpointing=stages"],
+            "no such choice. Did you mean stage? There are auto, block, decoder, ",
+        ),
+        (["data=zzz"], "data=zzz: no such choice. There are ade20k, blue_marble, checkpoint"),
         (["data=folder", "data.root=/nowhere/at/all"], "/nowhere/at/all"),
         (["data=folder"], "data.root"),
         (["trainer.max_steps=many"], "trainer.max_steps"),
