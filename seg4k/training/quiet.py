@@ -6,8 +6,14 @@ import warnings
 
 def quiet() -> None:
     """Keep what says nothing to the user out of the output."""
-    # Lightning brings a handler of its own, so each of its lines would appear twice under Hydra's logging.
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
+    # These bring handlers of their own, so each of their lines would appear twice under Hydra's logging.
+    for name in (
+        "lightning",
+        "lightning.pytorch",
+        "lightning.fabric",
+        "pytorch_lightning",
+        "huggingface_hub",
+    ):
         logging.getLogger(name).handlers.clear()
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric.utilities.distributed").setLevel(logging.WARNING)
