@@ -17,11 +17,13 @@ from seg4k.data.scenes import Window, crop, read_window
 from seg4k.errors import UserError
 from seg4k.files import atomic_path, write_json
 from seg4k.inference.evaluate import data_settings
+from seg4k.inference.memory import free_bytes
 from seg4k.inference.onnx_file import quiet, require_onnx, save_onnx
 from seg4k.inference.segmenter import Segmenter, load_segmenter
 
 SCHEMA = 1
 LEAST_AGREEMENT = 0.999
+LARGEST_TOKENS = 4096  # of an image to verify on, where there is a choice
 
 
 @dataclass(frozen=True)
@@ -47,18 +49,24 @@ def run(config: Mapping[str, Any]) -> int:
     """Export, verify, print both; the exit status is 1 where labels agree on under 99.9% of the pixels.
 
     Raises:
-        UserError: a mistake in the configuration, or a package that is missing.
+        UserError: a mistake in the configuration, a package that is missing, or a size too large to verify.
     """
+    _check_count(config["count"])
     onnx_path, torch_path, report_path = _targets(config["output"])
     if onnx_path is not None:
         require_onnx()
     # Exported in fp32: whoever runs the file chooses what to make of it.
     segmenter = load_segmenter(config["checkpoint"], "cpu", "fp32")
-    images = _images(segmenter, config["images"], config["count"])
     size = _fixed_size(config["size"], segmenter.model.encoder.patch_size)
+    if onnx_path is not None and size is not None:
+        _check_onnx_fits(segmenter, size)
     program, dynamic = _program(segmenter, size)
-    about = describe(segmenter, None if dynamic else _size_of(program))
-    batches = _batches(images, segmenter, None if dynamic else _size_of(program))
+    fixed = None if dynamic else _size_of(program)
+    about = describe(segmenter, fixed)
+    shapes = _shapes(segmenter, fixed, config["count"])
+    if onnx_path is not None and fixed is not None and size is None:
+        _check_onnx_fits(segmenter, fixed)
+    batches = _batches(_images(segmenter, config["images"], shapes), shapes)
 
     checks: list[Verified] = []
     if torch_path is not None:
@@ -109,7 +117,7 @@ def _targets(output: str | None) -> tuple[Path | None, Path | None, Path | None]
     """The paths of the ONNX file, the torch.export file and the report; None for what is not asked for."""
     if not output:
         raise UserError("output must be set: a folder (model.onnx and model.pt2), FILE.onnx or FILE.pt2")
-    path = Path(output)
+    path = Path(str(output))
     if path.suffix == ".onnx":
         return path, None, None
     if path.suffix == ".pt2":
@@ -168,12 +176,17 @@ def _trace(segmenter: Segmenter, size: tuple[int, int], dims: Mapping[int, Any])
 def _assert_any_size(
     program: torch.export.ExportedProgram, segmenter: Segmenter, size: tuple[int, int]
 ) -> None:
-    """Raise where the program kept the size of its example, or does not run at another."""
+    """Raise where the program kept the size of its example, or does not run at another.
+
+    On fake tensors: a whole 4K image takes no memory and no time.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     (image,) = (node for node in program.graph.nodes if node.name in program.graph_signature.user_inputs)
     if not all(isinstance(side, torch.SymInt) for side in image.meta["val"].shape[2:]):
         raise ValueError("the model takes another way at each size")
-    with quiet():
-        program.module()(torch.zeros(1, segmenter.in_channels, *size))
+    with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+        program.module()(torch.empty(1, segmenter.in_channels, *size))
 
 
 def _size_of(program: torch.export.ExportedProgram) -> tuple[int, int]:
@@ -187,12 +200,49 @@ def _whole_patches(segmenter: Segmenter, size: Any) -> tuple[int, int]:  # noqa:
     return max(2, int(size[0]) // rows) * rows, max(2, int(size[1]) // columns) * columns
 
 
-def _images(segmenter: Segmenter, source: str | None, count: int) -> list[Tensor]:
-    """Up to `count` real images (C, H, W), float32 in [0, 1]: of `source`, or of the checkpoint's data."""
+def _shapes(segmenter: Segmenter, fixed: tuple[int, int] | None, count: int) -> list[tuple[int, int, int]]:
+    """The batches to verify on, as (images, height, width).
+
+    With any size: one image at twice the training size, `count` at the training size. Both sizes are shrunk,
+    in proportion, where they have more than 4096 and 1024 tokens: attention in an ONNX file is a matrix of
+    tokens by tokens, 50 GiB of them for one 4K image. With a fixed size: one image, and `count` where the
+    size is no larger.
+    """
+    rows, columns = segmenter.model.encoder.patch_size
+    if fixed is not None:
+        few = fixed[0] // rows * (fixed[1] // columns) > LARGEST_TOKENS
+        return [(1, *fixed)] if few or count == 1 else [(1, *fixed), (count, *fixed)]
+    height, width = _whole_patches(segmenter, segmenter.config["data"]["image_size"])
+    down, across = height // rows, width // columns
+    shrink = min(1.0, (LARGEST_TOKENS / 4 / (down * across)) ** 0.5)
+    small = max(2, int(down * shrink)) * rows, max(2, int(across * shrink)) * columns
+    return [(1, 2 * small[0], 2 * small[1]), (count, *small)]
+
+
+def _check_onnx_fits(segmenter: Segmenter, size: tuple[int, int]) -> None:
+    """Refuse a fixed size at which the ONNX file could not be run, and so not verified, on this machine."""
+    encoder = segmenter.model.encoder
+    tokens = size[0] // encoder.patch_size[0] * (size[1] // encoder.patch_size[1])
+    heads = max(int(getattr(module, "num_heads", 1)) for module in encoder.modules())
+    wanted, free = 2 * 4 * heads * tokens**2, free_bytes(segmenter.device)
+    if wanted > free:
+        raise UserError(
+            f"ONNX at the fixed size {size[0]}x{size[1]}: its attention is {heads} matrices of {tokens} by "
+            f"{tokens} tokens, {wanted / 2**30:.0f} GiB with their softmax, and {free / 2**30:.0f} GiB are "
+            "free, so it cannot be verified here. Give a smaller size=[height,width], or output=FILE.pt2, "
+            "whose attention holds no matrix."
+        )
+
+
+def _check_count(count: object) -> None:
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise UserError(f"count={count}: give a whole number from 1 up")
-    size = _whole_patches(segmenter, segmenter.config["data"]["image_size"])
-    wanted = (2 * size[0], 2 * size[1])
+
+
+def _images(segmenter: Segmenter, source: str | None, shapes: list[tuple[int, int, int]]) -> list[Tensor]:
+    """Real images (C, H, W), float32 in [0, 1]: of `source`, or of the checkpoint's data."""
+    count = max(shape[0] for shape in shapes)
+    wanted = (max(shape[1] for shape in shapes), max(shape[2] for shape in shapes))
     tensors = []
     for number in range(count):
         # Spread over the diagonal, so that a few images, or one large one, give different windows.
@@ -217,7 +267,7 @@ def _window(
         return Window(top, left, *size)
 
     if source is not None:
-        paths = list_images(source)
+        paths = list_images(str(source))
         array = read_image(paths[number % len(paths)])
         return crop(array, window(array.shape))
     try:
@@ -232,16 +282,16 @@ def _window(
         ) from None
 
 
-def _batches(images: list[Tensor], segmenter: Segmenter, size: tuple[int, int] | None) -> list[Tensor]:
-    """Batches of both sizes and counts: one by one at twice the training size, all at once at that size."""
-    if size is None:
-        size = _whole_patches(segmenter, segmenter.config["data"]["image_size"])
-        return [images[0][None], torch.stack([image[:, : size[0], : size[1]] for image in images])]
-    fitted = [torch.zeros(image.shape[0], *size) for image in images]
-    for whole, image in zip(fitted, images, strict=True):
-        part = image[:, : size[0], : size[1]]
-        whole[:, : part.shape[1], : part.shape[2]] = part
-    return [fitted[0][None], torch.stack(fitted)]
+def _batches(images: list[Tensor], shapes: list[tuple[int, int, int]]) -> list[Tensor]:
+    """Batches (B, C, h, w) of these shapes; what an image lacks is black."""
+    batches = []
+    for count, height, width in shapes:
+        batch = torch.zeros(count, images[0].shape[0], height, width)
+        for whole, image in zip(batch, images, strict=False):
+            part = image[:, :height, :width]
+            whole[:, : part.shape[1], : part.shape[2]] = part
+        batches.append(batch)
+    return batches
 
 
 def _verify_torch(path: Path, segmenter: Segmenter, batches: list[Tensor]) -> Verified:

@@ -1,6 +1,7 @@
 """Whether an image fits as a whole: one forward pass is measured, and scaled up by the pixels."""
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -49,6 +50,10 @@ def free_bytes(device: torch.device) -> int:
     """Bytes that may still be taken on a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    return min(_free_of_the_machine(), *_free_of_the_container())
+
+
+def _free_of_the_machine() -> int:
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:  # noqa: PTH123 - no file of ours
             for line in lines:
@@ -57,3 +62,20 @@ def free_bytes(device: torch.device) -> int:
     except OSError:
         pass
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _free_of_the_container(root: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """What the limit of a container, if there is one, leaves; files that the kernel only caches are free."""
+    free = []
+    for folder, limit, used in (
+        (root, "memory.max", "memory.current"),
+        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        try:
+            most, taken = ((folder / name).read_text().strip() for name in (limit, used))
+            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except OSError:
+            continue
+        if most.isdigit():  # not "max"
+            free.append(max(0, int(most) - int(taken) + int(statistics.get("inactive_file", 0))))
+    return free

@@ -1,5 +1,6 @@
 """The prediction of one image, in memory or block by block."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from seg4k.files import atomic_path
 from seg4k.inference.memory import WholeImages
 from seg4k.inference.outputs import OVERLAY_SIDE, label_type, write_mask, write_overlay
 from seg4k.inference.segmenter import Segmenter
-from seg4k.inference.windows import Block, augmented, blend, blocks
+from seg4k.inference.windows import Block, augmented, blend, blocks, least_block
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Predictor:
         self.segmenter = segmenter
         self.options = options
         self._whole = WholeImages(segmenter)
+        self._wholes = True
+        self._said: set[str] = set()
         self._scores = augmented(segmenter.probabilities, options.flips, options.scales)
 
     def window(self, size: tuple[int, int]) -> tuple[int, int] | None:
@@ -57,10 +60,51 @@ class Predictor:
             return None
         if isinstance(chosen, tuple):
             return None if size[0] <= chosen[0] and size[1] <= chosen[1] else chosen
-        if self._whole.fit(*size, scores=not self.options.plain):
+        largest = max(1.0, *self.options.scales)
+        scaled = (round(size[0] * largest), round(size[1] * largest))
+        if self._wholes and self._whole.fit(*scaled, scores=not self.options.plain):
             return None
-        height, width = self.segmenter.config["data"]["image_size"]
-        return int(height), int(width)
+        return self._smaller(size)
+
+    def give_up_wholes(self) -> bool:
+        """See no image whole any more; whether that changes anything."""
+        changes = self._wholes and self.options.window == "auto"
+        self._wholes = False
+        return changes
+
+    def _smaller(self, size: tuple[int, int]) -> tuple[int, int]:
+        """The training size, halved until a block of its windows takes about `block_bytes`, at most twice."""
+        height, width = (int(side) for side in self.segmenter.config["data"]["image_size"])
+        trained = (height, width)
+        rows, columns = self.segmenter.model.encoder.patch_size
+        while (
+            least_block(size, (height, width)) > 2 * self._most_pixels and height > rows and width > columns
+        ):
+            height, width = (
+                -(-side // 2 // patch) * patch for side, patch in ((height, rows), (width, columns))
+            )
+        if (height, width) != trained:
+            self._say(
+                f"windows of {height}x{width}; those of the training size, {trained[0]}x{trained[1]}, would "
+                f"take {self._block_gib(size, trained):.1f} GiB: raise block_bytes to have them"
+            )
+        return height, width
+
+    @property
+    def _most_pixels(self) -> int:
+        """Of a block of `block_bytes`."""
+        # MONAI's sum, its weights and its mean; the pixels, as read and as float.
+        bytes_per_pixel = 4 * (2 * len(self.segmenter.classes) + 2) + 8 * self.segmenter.in_channels
+        return self.options.block_bytes // bytes_per_pixel
+
+    def _block_gib(self, size: tuple[int, int], window: tuple[int, int]) -> float:
+        return least_block(size, window) / max(1, self._most_pixels) * self.options.block_bytes / 2**30
+
+    def _say(self, text: str) -> None:
+        """Print a remark once."""
+        if text not in self._said:
+            self._said.add(text)
+            print(f"seg4k: {text}", file=sys.stderr, flush=True)
 
     def labels(self, pixels: Image) -> NDArray[np.int64]:
         """Labels (H, W) of a whole image (H, W, C), without forming its scores."""
@@ -83,9 +127,13 @@ class Predictor:
         whole = Window(0, 0, *size)
         if window is None:
             return [Block(whole, whole)]
-        # MONAI's sum, its weights and its mean; the pixels, as read and as float.
-        bytes_per_pixel = 4 * (2 * len(self.segmenter.classes) + 2) + 8 * self.segmenter.in_channels
-        return blocks(size, window, self.options.overlap, self.options.block_bytes // bytes_per_pixel)
+        if window == self.options.window and least_block(size, window) > 2 * self._most_pixels:
+            self._say(
+                f"window={list(window)}: a block of four windows takes "
+                f"{self._block_gib(size, window):.1f} GiB, more than block_bytes="
+                f"{self.options.block_bytes}; smaller windows take less"
+            )
+        return blocks(size, window, self.options.overlap, self._most_pixels)
 
 
 def predict_array(

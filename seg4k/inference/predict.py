@@ -1,7 +1,9 @@
 """`seg4k predict`: masks for a file or a folder of images, whole or by windows, resumed where it stopped."""
 
+import hashlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +14,11 @@ from seg4k.errors import UserError
 from seg4k.files import write_json
 from seg4k.inference.one_image import Options, Predictor, predict_array, predict_raster
 from seg4k.inference.segmenter import Segmenter, load_segmenter
+from seg4k.memory.shortage import is_out_of_memory
 
 SCHEMA = 1
 FLIPS = ("horizontal", "vertical")
+FOLDERS = ("masks", "overlays", "probabilities")
 
 
 @dataclass(frozen=True)
@@ -36,16 +40,17 @@ def run(config: Mapping[str, Any]) -> int:
     options = _options(config)
     if not config["input"] or not config["output"]:
         raise UserError("set input=FOLDER or input=FILE, and output=FOLDER")
-    output = Path(config["output"])
-    jobs = _jobs(list_images(config["input"]), Path(config["input"]), output)
+    source, output = Path(str(config["input"])), Path(str(config["output"]))
+    jobs = _jobs(list_images(source), source, output)
     segmenter = load_segmenter(config["checkpoint"], config["accelerator"], config["precision"])
-    _check_same_settings(output, config, segmenter)
-    left = [job for job in jobs if config["overwrite"] or not _finished(job)]
+    settings = _settings(config, segmenter)
+    _begin(output, settings, jobs, overwrite=config["overwrite"])
+    left = [job for job in jobs if not job.mask.is_file()]
     if len(left) < len(jobs):
         print(f"{len(jobs) - len(left)} of {len(jobs)} images have a mask: done before")
     failed = _predict_all(Predictor(segmenter, options), left)
     failures = [{"image": str(path), "error": error} for path, error in failed.items()]
-    write_json(output / "predict.json", {**_settings(config, segmenter), "failed": failures})
+    write_json(output / "predict.json", {**settings, "failed": failures})
     print(f"{len(left) - len(failed)} predicted, {len(jobs) - len(left)} done before, {len(failed)} failed")
     print(f"masks and overlays: {output}")
     if failed:
@@ -63,16 +68,30 @@ def _predict_all(predictor: Predictor, jobs: list[Job]) -> dict[Path, str]:
     failed: dict[Path, str] = {}
     for job in track(jobs, "predict", disable=not sys.stdout.isatty() or not jobs):
         try:
-            predict = predict_raster if job.mask.suffix == ".tif" else predict_array
-            predict(predictor, job.image, job.mask, job.overlay, job.probabilities)
+            _predict_one(predictor, job)
         except UserError as error:
             failed[job.image] = str(error)
             print(f"failed: {error}", file=sys.stderr, flush=True)
     return failed
 
 
-def _finished(job: Job) -> bool:
-    return job.mask.is_file()
+def _predict_one(predictor: Predictor, job: Job) -> None:
+    """Predict an image; by windows after all, where it was to be seen whole and memory ran out."""
+    predict = predict_raster if job.mask.suffix == ".tif" else predict_array
+    while True:
+        try:
+            predict(predictor, job.image, job.mask, job.overlay, job.probabilities)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        else:
+            return
+        # Outside the except block, whose traceback holds the tensors.
+        if not predictor.give_up_wholes():
+            raise UserError(
+                f"{job.image}: memory ran out; set smaller windows, such as window=[512,512], or lower "
+                "window_batch, block_bytes or scales."
+            )
 
 
 def _jobs(images: list[Path], source: Path, output: Path) -> list[Job]:
@@ -80,12 +99,16 @@ def _jobs(images: list[Path], source: Path, output: Path) -> list[Job]:
     from seg4k.data.rasters import is_georeferenced
 
     base = source if source.is_dir() else source.parent
-    images = [image for image in images if not image.resolve().is_relative_to(output.resolve())]
+    made = [(output / folder).resolve() for folder in FOLDERS]
+    images = [image for image in images if not any(map(image.resolve().is_relative_to, made))]
+    if not images:
+        raise UserError(f"input={source}: only what was written to output={output}; choose another output")
     stems = [image.relative_to(base).with_suffix("") for image in images]
+    times = Counter(stems)
     jobs: list[Job] = []
     for image, stem in zip(images, stems, strict=True):
         # a.png and a.jpg become a.png.png and a.jpg.png.
-        name = str(image.relative_to(base)) if stems.count(stem) > 1 else str(stem)
+        name = str(image.relative_to(base)) if times[stem] > 1 else str(stem)
         suffix = ".tif" if is_georeferenced(image) else ".png"
         jobs.append(
             Job(
@@ -100,31 +123,44 @@ def _jobs(images: list[Path], source: Path, output: Path) -> list[Job]:
 
 def _settings(config: Mapping[str, Any], segmenter: Segmenter) -> dict[str, Any]:
     keys = ("window", "overlap", "flips", "scales", "overlays", "probabilities")
-    checkpoint = Path(config["checkpoint"])
+    checkpoint = Path(str(config["checkpoint"]))
+    with checkpoint.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {
         "schema": SCHEMA,
-        "checkpoint": {"path": str(checkpoint.resolve()), "bytes": checkpoint.stat().st_size},
+        "checkpoint": {"path": str(checkpoint.resolve()), "sha256": digest},
         "precision": segmenter.precision,
         **{key: config[key] for key in keys},
         "classes": segmenter.classes.to_dict(),
     }
 
 
-def _check_same_settings(output: Path, config: Mapping[str, Any], segmenter: Segmenter) -> None:
-    """Note the settings at the start; refuse to go on with others, whose masks would lie among these."""
-    path, settings = output / "predict.json", _settings(config, segmenter)
-    if path.is_file() and not config["overwrite"]:
+def _begin(output: Path, settings: dict[str, Any], jobs: list[Job], *, overwrite: bool) -> None:
+    """Note the settings at the start; refuse to go on with others, whose masks would lie among these.
+
+    To overwrite begins by removing the masks, so that none of another setting is left where it is stopped.
+    """
+    path = output / "predict.json"
+    if overwrite:
+        for job in jobs:
+            job.mask.unlink(missing_ok=True)
+    elif path.is_file():
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
             before = {}
-        different = [key for key, value in settings.items() if before.get(key) != value]
+        different = [key for key, value in settings.items() if _judged(before.get(key)) != _judged(value)]
         if different:
             raise UserError(
                 f"{output} holds predictions by another {' and '.join(different)}; choose another output, or "
                 "overwrite=true"
             )
     write_json(path, settings)
+
+
+def _judged(value: Any) -> Any:  # noqa: ANN401 - any setting
+    """What tells settings apart: of a checkpoint its content, wherever it lies."""
+    return value["sha256"] if isinstance(value, dict) and "sha256" in value else value
 
 
 def _options(config: Mapping[str, Any]) -> Options:

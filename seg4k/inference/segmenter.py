@@ -28,7 +28,7 @@ class Segmenter:
         classes: names and colours of its classes.
         config: the configuration that it was trained by.
         device: where it computes.
-        precision: `fp32`, `bf16` or `fp16`.
+        precision: `fp32`, `bf16` or `fp16`; a model trained in fp64 is used in fp32.
     """
 
     model: ViTUNet
@@ -77,7 +77,7 @@ def load_segmenter(
     Args:
         checkpoint: a file that a run wrote.
         accelerator: `auto` (the GPU if there is one), `cpu` or `gpu`.
-        precision: `fp32`, `bf16`, `fp16`; None takes the one that it was trained in.
+        precision: `fp32`, `bf16`, `fp16`; None takes the one that it was trained in, fp32 for fp64.
 
     Raises:
         UserError: for a checkpoint that is missing or damaged, or a value that is not one of these.
@@ -87,13 +87,15 @@ def load_segmenter(
     if precision is not None and precision not in DTYPES:
         raise UserError(f"precision={precision}: choose one of {', '.join(DTYPES)}")
     device = choose_device(accelerator)
-    trained = load_model(checkpoint)
+    trained = load_model(str(checkpoint))
+    if precision is None:
+        precision = trained.config["precision"] if trained.config["precision"] in DTYPES else "fp32"
     return Segmenter(
         trained.model.to(device),
         trained.classes,
         trained.config,
         device,
-        precision or trained.config["precision"],
+        precision,
     )
 
 

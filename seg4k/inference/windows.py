@@ -67,7 +67,8 @@ def cuts(length: int, window: int, step: int, longest: int) -> list[Cut]:
 
 def blocks(size: tuple[int, int], window: tuple[int, int], overlap: float, most_pixels: int) -> list[Block]:
     """Cut an image of `size` (H, W) into blocks of about `most_pixels`, each of two windows or more."""
-    width = min(size[1], max(2 * window[1], round(most_pixels**0.5)))
+    least_height = min(size[0], 2 * window[0])
+    width = min(size[1], max(2 * window[1], min(round(most_pixels**0.5), most_pixels // least_height)))
     height = min(size[0], max(2 * window[0], most_pixels // width))
     rows = cuts(size[0], window[0], step_of(window[0], overlap), height)
     columns = cuts(size[1], window[1], step_of(window[1], overlap), width)
@@ -75,6 +76,11 @@ def blocks(size: tuple[int, int], window: tuple[int, int], overlap: float, most_
         Block(_window(row[:2], column[:2]), _window(row[2:], column[2:]))
         for row, column in itertools.product(rows, columns)
     ]
+
+
+def least_block(size: tuple[int, int], window: tuple[int, int]) -> int:
+    """Pixels of the smallest block that `blocks` makes of an image of `size`: two windows high and wide."""
+    return min(size[0], 2 * window[0]) * min(size[1], 2 * window[1])
 
 
 def step_of(window: int, overlap: float) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from seg4k.errors import UserError
+from seg4k.memory.shortage import is_out_of_memory
 
 
 def interleaved_timing(
@@ -58,10 +59,7 @@ def interleaved_timing(
             try:
                 took = _time_call(arms[name], clock)
             except (torch.OutOfMemoryError, RuntimeError) as error:
-                # The CPU's allocator raises a plain RuntimeError.
-                if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(
-                    error
-                ):
+                if not is_out_of_memory(error):
                     raise
                 status[name] = "out_of_memory"
             else:

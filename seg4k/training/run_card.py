@@ -13,6 +13,7 @@ import torch
 
 import seg4k
 from seg4k.files import write_json, write_text
+from seg4k.memory.shortage import is_out_of_memory
 
 SCHEMA = 1
 # In Lightning's words.
@@ -165,7 +166,7 @@ def device_state(device_type: str, index: int | None, count: int) -> dict[str, A
 def ending(error: BaseException) -> tuple[str, str]:
     """Status and error text of a run that ended by `error`."""
     text = f"{type(error).__name__}: {error}".strip(": ")
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
+    if is_out_of_memory(error):
         return "out_of_memory", text
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return "interrupted", text

@@ -84,6 +84,41 @@ def test_a_fixed_size_and_one_file(checkpoint, root, tmp_path, capsys):
         program(torch.rand(1, 3, 48, 64))
 
 
+def test_a_model_of_4k_is_verified_at_sizes_that_fit(checkpoint, monkeypatch):
+    segmenter = load_segmenter(checkpoint, "cpu", "fp32")
+    segmenter.config["data"]["image_size"] = [2160, 3840]
+    shapes = export._shapes(segmenter, None, 4)
+    (one, *double), (count, *single) = shapes
+    assert (one, count) == (1, 4)
+    assert [side % 16 for side in (*single, *double)] == [0] * 4
+    assert double == [2 * side for side in single]
+    assert single[0] // 16 * (single[1] // 16) <= 1024
+    assert single[1] / single[0] == pytest.approx(3840 / 2160, rel=0.05)
+    assert export._shapes(segmenter, (2160, 3840), 4) == [(1, 2160, 3840)]
+    # That any size goes is asked of the training size too, in no memory and no time.
+    peaks, real = [], torch.export.ExportedProgram.module
+
+    def module(self):
+        found = real(self)
+        return lambda image: peaks.append((type(image).__name__, image.shape[2:])) or found(image)
+
+    monkeypatch.setattr(torch.export.ExportedProgram, "module", module)
+    _, dynamic = export._program(segmenter, None)
+    assert dynamic
+    assert peaks == [("FakeTensor", (2160, 3840))]
+
+
+def test_a_fixed_size_that_no_memory_holds_in_onnx_is_refused(checkpoint, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(export, "free_bytes", lambda device: 2**30)
+    arguments = [f"checkpoint={checkpoint}", "size=[2160,3840]"]
+    monkeypatch.setattr(export, "_trace", lambda *_: (_ for _ in ()).throw(AssertionError("not before")))
+    assert main(["export", *arguments, f"output={tmp_path / 'm.onnx'}"]) == 2
+    error = capsys.readouterr().err
+    assert "ONNX at the fixed size 2160x3840: its attention is" in error
+    assert "or output=FILE.pt2" in error
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_labels_that_disagree_fail(checkpoint, tmp_path, monkeypatch, capsys):
     real = export._compare
     monkeypatch.setattr(export, "_compare", lambda *a: real(*a[:3], lambda image: -a[3](image)))

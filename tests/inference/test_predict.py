@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import cv2
 import numpy as np
@@ -9,7 +10,9 @@ from PIL import Image
 from seg4k.cli import main
 from seg4k.data.classes import ClassTable
 from seg4k.data.images import read_image
-from seg4k.inference.memory import WholeImages
+from seg4k.inference import predict as predict_module
+from seg4k.inference.memory import WholeImages, _free_of_the_container
+from seg4k.inference.one_image import Options, Predictor
 from seg4k.inference.outputs import write_mask, write_overlay
 from seg4k.inference.segmenter import load_segmenter
 
@@ -69,6 +72,57 @@ def test_it_goes_on_where_it_stopped_and_refuses_other_settings(checkpoint, imag
     assert "3 predicted" in capsys.readouterr().out
 
 
+def test_other_weights_under_the_same_name_are_another_checkpoint(checkpoint, images, tmp_path, capsys):
+    """Two trainings of one configuration write files of the same size."""
+    here, output = tmp_path / "best.ckpt", tmp_path / "out"
+    content = torch.load(checkpoint, weights_only=False)
+    torch.save(content, here)
+    shutil.copy(here, tmp_path / "moved.ckpt")
+    assert predict(here, images, output) == 0
+    for tensor in content["state_dict"].values():
+        tensor.mul_(2)
+    size = here.stat().st_size
+    torch.save(content, here)
+    assert here.stat().st_size == size
+    assert predict(here, images, output) == 2
+    assert "holds predictions by another checkpoint" in capsys.readouterr().err
+    # The same content in another place is the same checkpoint.
+    assert predict(tmp_path / "moved.ckpt", images, output) == 0
+
+
+def test_what_overwrite_was_stopped_in_is_not_taken_for_done(checkpoint, images, tmp_path, monkeypatch):
+    output = tmp_path / "out"
+    assert predict(checkpoint, images, output) == 0
+    real = predict_module._predict_one
+    done = []
+
+    def stopped(predictor, job):
+        if done:
+            raise KeyboardInterrupt
+        done.append(job.image)
+        real(predictor, job)
+
+    options = ("window=[16,16]", "overlap=0.0", "scales=[0.5]")
+    with monkeypatch.context() as patched:
+        patched.setattr(predict_module, "_predict_one", stopped)
+        assert predict(checkpoint, images, output, *options, "overwrite=true") == 130
+    assert predict(checkpoint, images, output, *options) == 0
+    assert predict(checkpoint, images, tmp_path / "fresh", *options) == 0
+    fresh = masks(tmp_path / "fresh")
+    assert {name: mask.tolist() for name, mask in masks(output).items()} == {
+        name: mask.tolist() for name, mask in fresh.items()
+    }
+
+
+def test_images_may_lie_below_the_output(checkpoint, images, capsys):
+    assert predict(checkpoint, images, images) == 0
+    assert predict(checkpoint, images, images, "overwrite=true") == 0
+    assert "3 predicted" in capsys.readouterr().out
+    assert list(masks(images)) == ["a.png", "b.png", "sub/c.png"]
+    assert predict(checkpoint, images / "masks", images) == 2
+    assert "only what was written to output=" in capsys.readouterr().err
+
+
 def test_a_damaged_file_is_reported_and_the_rest_done(checkpoint, images, tmp_path, capsys):
     (images / "a.png").write_bytes((images / "a.png").read_bytes()[:300])
     cv2.imwrite(str(images / "grey.png"), np.zeros((20, 20), np.uint8))
@@ -119,8 +173,76 @@ def test_memory_decides_between_whole_and_windows(checkpoint, monkeypatch):
     monkeypatch.setattr("seg4k.inference.memory.free_bytes", lambda device: 10**9)
     assert whole.fit(100, 100, scores=False)
     assert not whole.fit(20_000, 20_000, scores=False)
+    # Scaled up, an image is what it is scaled to.
+    small = round((0.8e9 / whole._bytes_per_pixel) ** 0.5) - 10
+    for scales, expected in (((0.5, 1.0), None), ((1.0, 2.0), (32, 48))):
+        predictor = Predictor(whole._segmenter, Options(scales=scales, flips=()))
+        predictor._whole = whole
+        monkeypatch.setattr(Options, "plain", property(lambda self: True))
+        assert predictor.window((small, small)) == expected, scales
     # Four images of decoder features or so: bytes, not kilobytes, for each pixel.
     assert 50 < whole._bytes_per_pixel < 2000
+
+
+def test_where_memory_runs_out_windows_are_tried_and_the_rest_done(
+    checkpoint, images, tmp_path, capsys, monkeypatch
+):
+    real, asked = Predictor.labels, []
+
+    def short(self, pixels):
+        asked.append(pixels.shape)
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 1 bytes")
+
+    monkeypatch.setattr(Predictor, "labels", short)
+    assert predict(checkpoint, images, tmp_path / "auto") == 0
+    assert len(asked) == 1  # the next images are not tried whole
+    assert len(masks(tmp_path / "auto")) == 3
+    assert predict(checkpoint, images, tmp_path / "whole", "window=whole") == 2
+    assert "3 of 3 images could not be predicted" in (error := capsys.readouterr().err)
+    assert "memory ran out; set smaller windows, such as window=[512,512]" in error
+    monkeypatch.setattr(Predictor, "labels", real)
+    assert predict(checkpoint, images, tmp_path / "whole", "window=whole") == 0
+
+
+def test_blocks_of_large_windows_keep_to_the_bound(checkpoint, capsys):
+    segmenter = load_segmenter(checkpoint, "cpu", "fp32")
+    segmenter.config["data"]["image_size"] = [2160, 3840]
+    bytes_per_pixel = 4 * (2 * 3 + 2) + 8 * 3
+    size = (20_000, 20_000)
+    for block_bytes, window in ((2**30, (2160, 3840)), (2**28, (1088, 1920)), (2**20, (48, 64))):
+        predictor = Predictor(segmenter, Options(block_bytes=block_bytes))
+        predictor.give_up_wholes()
+        assert predictor.window(size) == window
+        largest = max(block.read.height * block.read.width for block in predictor.blocks(size, window))
+        assert largest * bytes_per_pixel <= 2 * block_bytes
+    said = capsys.readouterr().err
+    assert "windows of 1088x1920; those of the training size, 2160x3840, would take 1.7 GiB" in said
+    predictor = Predictor(segmenter, Options(window=(2160, 3840), block_bytes=2**28))
+    predictor.blocks(size, predictor.window(size))
+    assert "a block of four windows takes 1.7 GiB, more than block_bytes=" in capsys.readouterr().err
+
+
+def test_the_limit_of_a_container_counts(tmp_path):
+    assert _free_of_the_container(tmp_path) == []
+    for name, text in (("max", "max"), ("current", "700"), ("stat", "anon 500\ninactive_file 150\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert _free_of_the_container(tmp_path) == []
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert _free_of_the_container(tmp_path) == [450]
+    (tmp_path / "memory").mkdir()
+    for name, text in (("limit_in_bytes", "900"), ("usage_in_bytes", "100"), ("stat", "cache 5\n")):
+        (tmp_path / "memory" / f"memory.{name}").write_text(text)
+    assert _free_of_the_container(tmp_path) == [450, 800]
+
+
+def test_a_model_trained_in_fp64_and_names_that_are_numbers(checkpoint, images, tmp_path, monkeypatch):
+    content = torch.load(checkpoint, weights_only=False)
+    content["seg4k"]["config"]["precision"] = "fp64"
+    monkeypatch.chdir(tmp_path)
+    torch.save(content, "1")
+    images.rename("2024")
+    assert predict("1", "2024", "3") == 0
+    assert json.loads((tmp_path / "3" / "predict.json").read_text())["precision"] == "fp32"
 
 
 @pytest.mark.parametrize(
