@@ -142,7 +142,7 @@ def main():
             f"| {name} | {budget} | {row['peak_bytes'] / GIB:.2f} | {row['added_time']:+.1%} "
             f"| {row['added_flops']:+.1%} |"
         )
-    write_json(options.out or Path(f"benchmarks/results/frontier_{content['date']}.json"), content)
+    write_json(options.out or Path("benchmarks/results/frontier.json"), content)
     draw(options.picture, content)
     print(f"{traced} plans traced in {content['seconds']:.0f} s; beaten: {content['beaten'] or 'never'}")
     return 1 if content["beaten"] else 0

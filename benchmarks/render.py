@@ -16,7 +16,14 @@ ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 GIB, MIB = 2**30, 2**20
 SUITES = {"cpu": "suite_cpu.json", "trace": "suite_trace.json", "gpu": "suite_gpu.json"}
-SINGLE = {"ledger": "trace_vs_ledger_cpu.json", "one-step": "one_step_4k.json"}
+SINGLE = {
+    "ledger": "trace_vs_ledger_cpu.json",
+    "one-step": "one_step_4k.json",
+    "quickstart": "quickstart_cpu.json",
+    "modes": "modes_cpu.json",
+    "guards": "guards_cpu.json",
+    "frontier": "frontier.json",
+}
 
 
 def table(head, rows):
@@ -415,6 +422,98 @@ def one_step_line(result):
     )
 
 
+def made(result):
+    """How a single script's result was made, where, when and by what."""
+    versions, code = result["environment"], result["code"]
+    where = result["device"]["name"] + (f" ({result['processor']})" if "processor" in result else "")
+    return (
+        f"`{result['command']}`, {result['date']}, {where}; "
+        f"torch {versions['torch']}, timm {versions['timm']}; "
+        f"seg4k {code['version']}{' at ' + code['git_sha'][:8] if code['git_sha'] else ''}."
+    )
+
+
+def quickstart_table(result):
+    """Of each seed the scores, which no mode changes, and the peak of each mode."""
+    seeds = sorted({row["seed"] for row in result["rows"]})
+    modes = list(dict.fromkeys(row["mode"] for row in result["rows"]))
+    rows = []
+    for seed in seeds:
+        runs = {row["mode"]: row for row in result["rows"] if row["seed"] == seed}
+        scores = runs[modes[0]]["metrics"]
+        same = "equal" if seed not in result["changed"] else "**differ**"
+        peaks = [size(runs[mode]["peak_bytes"]) for mode in modes]
+        iou = [f"{value:.3f}" for value in scores["val_iou"].values()]
+        rows.append([seed, f"{scores['val_miou']:.4f}", *iou, *peaks, same])
+    classes = list(result["rows"][0]["metrics"]["val_iou"])
+    head = [
+        "seed",
+        "mIoU",
+        *classes,
+        *(f"peak, `{mode}`" for mode in modes),
+        "scores of the modes, bit for bit",
+    ]
+    return table(head, rows)
+
+
+def quickstart_line(result):
+    seconds = [row["seconds"] for row in result["rows"]]
+    return f"{min(seconds):.0f} to {max(seconds):.0f} s from the command to its end. {made(result)}"
+
+
+def modes_cpu_table(result):
+    rows = []
+    for name, row in result["rows"].items():
+        again = row["recompute_flops"]
+        share = "" if again is None else f"{again / 1e9:.1f} ({again / row['forward_flops']:.1%})"
+        rows.append(
+            [
+                name,
+                row["segments"],
+                f"{row['saved_bytes'] / MIB:.0f} MiB",
+                share,
+                f"{row['median_seconds']:.2f}",
+                f"{row['ratio']:.3f}",
+            ]
+        )
+    head = (
+        "mode",
+        "segments",
+        "saved for backward",
+        "recompute, GFLOP (of forward)",
+        "step, s",
+        "time ratio",
+    )
+    return table(head, rows)
+
+
+def guards_line(result):
+    rows = result["rows"]
+    off, always = rows["seg4k, audit=off"], rows["seg4k, audit=always"]
+    first, third = off["ratio_iqr"]
+    return (
+        f"The guards of every step cost {off['ratio'] - 1:+.1%} of it beside `torch.utils.checkpoint` alone "
+        f"around the same segments (quartiles {first - 1:+.1%} to {third - 1:+.1%}), the audit of the first "
+        f"step {always['ratio'] - 1:+.1%} of that step."
+    )
+
+
+FRONTIER_ROWS = ("none", "decoder", "encoder", "block", "stage", "selective")
+
+
+def frontier_table(result):
+    """Peak, work and time of the uniform modes, and of `auto` at some of its budgets."""
+    named = [(f"`{mode}`", result["modes"][mode]) for mode in FRONTIER_ROWS]
+    smallest, *others = sorted(result["auto"], key=lambda row: row["budget_bytes"])
+    chosen = [others[0], smallest]
+    named += [(f"`auto`, budget {size(row['budget_bytes'])}", row) for row in chosen]
+    rows = [
+        [name, size(row["peak_bytes"]), f"{row['added_flops']:+.1%}", f"{row['added_time']:+.1%}"]
+        for name, row in named
+    ]
+    return table(("plan", "peak", "more work", "more time, estimated"), rows)
+
+
 def load(suite, results):
     path = results / (SUITES | SINGLE)[suite]
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
@@ -422,7 +521,9 @@ def load(suite, results):
 
 def tables(results):
     """Every table that the results at hand make, by name."""
-    cpu, trace, gpu, ledger, one_step = (load(name, results) for name in SUITES | SINGLE)
+    cpu, trace, gpu = (load(name, results) for name in SUITES)
+    single = {name: load(name, results) for name in SINGLE}
+    ledger, one_step = single["ledger"], single["one-step"]
     found = {}
     if cpu:
         found["peers"] = f"{peers_table(cpu['peers'])}\n\n{source(cpu)}"
@@ -448,6 +549,17 @@ def tables(results):
         found["ledger-line"] = ledger_line(ledger)
     if one_step:
         found["one-step"] = f"{one_step_line(one_step)} {source(one_step)}"
+    if single["quickstart"]:
+        quickstart = single["quickstart"]
+        found["quickstart"] = f"{quickstart_table(quickstart)}\n\n{quickstart_line(quickstart)}"
+    if single["modes"]:
+        found["modes-cpu"] = f"{modes_cpu_table(single['modes'])}\n\n{made(single['modes'])}"
+    if single["guards"]:
+        found["guards"] = f"{guards_line(single['guards'])} {made(single['guards'])}"
+    if single["frontier"]:
+        frontier = single["frontier"]
+        line = made({**frontier, "device": {"name": f"for {frontier['device']}, without a GPU"}})
+        found["plans-4k"] = f"{frontier_table(frontier)}\n\n{frontier['title']}. {line}"
     return found
 
 

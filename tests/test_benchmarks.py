@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -186,3 +187,37 @@ def test_what_fails_is_a_row():
     assert "| one | 1.0 MiB | 1.000 |" in table
     gpu = {"batch": 4, "mode": "none", "status": "out of memory", "predicted_bytes": 2**30}
     assert "| 4 | none | out of memory | 1.00 GiB |" in render.gpu_modes({"rows": [gpu]})
+
+
+def test_scores_and_peaks_of_quickstart(tmp_path):
+    from tests.helpers import make_folder
+
+    root, out = make_folder(tmp_path / "data"), tmp_path / render.SINGLE["quickstart"]
+    words = ["data=folder", f"data.root={root}", "data.image_size=[32,48]", "trainer.max_steps=4"]
+    words += ["trainer.val_every_steps=4", "loss.class_weights=null", "data.num_workers=0"]
+    words += ["data.rare_crop_share=0"]
+    arguments = ("--runs", str(tmp_path / "runs"), "--seeds", "3", "--out", str(out), *words)
+    run(tmp_path, "quickstart.py", *arguments)
+    result = json.loads(out.read_text())
+    assert result["changed"] == []
+    none, stage = result["rows"]
+    assert (none["mode"], stage["mode"], none["seed"]) == ("none", "stage", 3)
+    assert none["metrics"] == stage["metrics"]
+    assert none["peak_bytes"] > stage["peak_bytes"] > 0
+    found = render.tables(tmp_path)["quickstart"]
+    assert "| seed | mIoU | left | right | nowhere |" in found
+    assert found.splitlines()[2].endswith("| equal |")
+    # Complete runs are not repeated, and a score that a mode changes is told.
+    card = tmp_path / "runs" / "stage_3" / "run_card.json"
+    card.write_text(json.dumps(json.loads(card.read_text()) | {"metrics": {"val_miou": 0.0, "val_iou": {}}}))
+    with pytest.raises(AssertionError, match="a mode changes the scores of seed 3"):
+        run(tmp_path, "quickstart.py", *arguments)
+    assert "**differ**" in render.tables(tmp_path)["quickstart"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md"])
+def test_no_table_of_figures_is_typed_by_hand(page):
+    text = re.sub(r"<!-- table: .*?<!-- end of table -->", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    measured = [row for row in rows if re.search(r"\d (MiB|GiB|s|TFLOP)\b|\d%|\| 0\.\d", row)]
+    assert measured == []
