@@ -52,7 +52,7 @@ def check(config: Mapping[str, Any]) -> Report:
         raise UserError(f"threads={threads}: give a whole number from 1 up, or null for as many as cores")
     settings = read_settings(config["data"])
     form, root, reader = build_reader(config["data"])
-    report = Report(config["data"]["name"], root, reader, config["data"].get("in_channels"), settings)
+    report = Report(config["data"]["name"], root, reader, settings)
     started = time.monotonic()
     found = [split for split in form.splits(root) if split not in TRAINING]
     for split in [*TRAINING, *found] if config["splits"] is None else config["splits"]:

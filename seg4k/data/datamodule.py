@@ -69,7 +69,7 @@ class FormatSource:
     Args:
         name: of the format, for messages.
         root: the folder of the data set.
-        in_channels: channels of the images; None takes those of the first training image.
+        in_channels: channels of the images; None takes those of the format or the first training image.
         class_file: classes other than the format's own.
         open_cache: makes the cache of decoded files, given the folder; called once, when scenes are needed.
         skip_unreadable: whether pairs that cannot be read are named and left out.
@@ -94,8 +94,9 @@ class FormatSource:
         labelling = Labelling.from_file(class_file) if class_file else self.form.labelling(self.root)
         self.class_table = labelling.table
         channels, dtype = self._first_image()
-        self.in_channels = in_channels or channels
-        self.reader = PairReader(labelling, self.in_channels, dtype)
+        known = in_channels or self.form.CHANNELS
+        self.in_channels = known or channels
+        self.reader = PairReader(labelling, self.in_channels, dtype, grey=known == 3)
         self._open_cache: Callable[[Path], ArrayCache | None] | None = open_cache
 
     def _first_image(self) -> tuple[int, np.dtype[Any]]:

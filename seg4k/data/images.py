@@ -46,6 +46,11 @@ def decode_image(data: NDArray[np.uint8], path: Path) -> Image:
     return image
 
 
+def grey_to_rgb(image: Image) -> Image:
+    """An image (H, W, 1) repeated to three channels."""
+    return np.asarray(cv2.cvtColor(image, cv2.COLOR_GRAY2RGB))
+
+
 def read_mask(path: Path | str) -> Mask:
     """Read a mask of class labels: (H, W), uint8 or uint16; of a PNG with a palette the indices into it.
 

@@ -44,7 +44,7 @@ class RasterScene:
         """Image (h, w, C) and mask (h, w) of a window inside it; nothing else is read."""
         image, valid = read_raster(self._image, window)
         values, known = read_raster(self._mask, window)
-        return image, mask_labels(self._reader, self._mask.path, values, valid & known)
+        return self._reader.coloured(image), mask_labels(self._reader, self._mask.path, values, valid & known)
 
     def labels(self) -> set[int]:
         """The labels that the mask holds; all of it is read once, block by block."""

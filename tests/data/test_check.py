@@ -179,12 +179,26 @@ def test_channels_and_bits_are_held_against_the_first_image(tmp_path):
     _, report = check(tmp_path, "folder", made.root)
     assert [fault["kind"] for fault in report["faults"]] == ["channels", "bit depth"]
     assert report["faults"][0]["message"].endswith(
-        "b.png has 1 channels where 3 are expected; convert it, or set data.in_channels=1 if all images "
-        "are so."
+        "b.png has 1 channels where 3 are expected; convert it, or set data.in_channels=3, which takes grey "
+        "images too."
     )
     assert report["faults"][1]["message"].endswith(
         "c.png has 16 bits per channel where the first image has 8; convert one of them."
     )
+
+
+def test_grey_images_count_in_each_of_three_channels(tmp_path):
+    made = LAYOUTS["folder"](tmp_path / "set")
+    layouts.picture(made.root / "images/train/a.png", 0, channels=1)
+    status, report = check(tmp_path, "folder", made.root, "data.in_channels=3")
+    assert (status, report["faults"], report["channels"]) == (0, [], 3)
+    pixels = np.concatenate(
+        [cv2.imread(str(made.root / f"images/train/{n}.png"))[:, :, ::-1].reshape(-1, 3) for n in "ab"]
+    )
+    np.testing.assert_allclose(report["mean"], pixels.mean(0) / 255, rtol=1e-9)
+    layouts.picture(made.val_image, 1, channels=1, bits=16)
+    status, report = check(tmp_path, "folder", made.root, "data.in_channels=3")
+    assert (status, [fault["kind"] for fault in report["faults"]]) == (2, ["channels"])
 
 
 def test_figures_are_those_of_the_pixels(tmp_path):

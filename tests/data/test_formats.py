@@ -82,6 +82,36 @@ def test_a_set_of_each_format_is_read_as_it_was_written(tmp_path, name):
     )
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("folder", "geotiff")])
+def test_grey_images_of_public_sets_are_repeated_to_three_channels(tmp_path, name):
+    made = LAYOUTS[name](tmp_path)
+    layouts.picture(made.image, 0, channels=1)  # the first, which says nothing of the others
+    data = build(name, made.root)
+    assert data.in_channels == 3
+    image = data.tile_dataset("train")[0]["image"].numpy()
+    np.testing.assert_array_equal(image, np.repeat(read_image(made.image).transpose(2, 0, 1), 3, axis=0))
+    assert {batch["image"].shape for batch in data.train_dataloader()} == {(2, 3, 16, 16)}
+
+
+@pytest.mark.parametrize("name", ["folder", "geotiff"])
+def test_grey_images_of_own_sets_are_repeated_where_three_channels_are_set(tmp_path, name):
+    made = LAYOUTS[name](tmp_path)
+    pixels = np.random.default_rng(0).integers(1, 255, (*SIZE, 3), np.uint8)
+    other = made.image.with_stem("b")
+    for path, content in ((made.image, pixels[:, :, :1]), (other, pixels), (made.val_image, pixels)):
+        layouts.geotiff(path, content)  # OpenCV goes by the content
+    data = build(name, made.root, in_channels=3)
+    dataset = data.tile_dataset("train")
+    np.testing.assert_array_equal(dataset[0]["image"].numpy(), pixels[:, :, [0, 0, 0]].transpose(2, 0, 1))
+    np.testing.assert_array_equal(dataset[1]["image"].numpy(), pixels.transpose(2, 0, 1))
+    with pytest.raises(UserError, match=r"b.* has 3 channels where 1 are .* set data.in_channels=3, which"):
+        list(build(name, made.root).train_dataloader())
+    layouts.geotiff(made.image, pixels[:, :, :1].astype(np.uint16))
+    layouts.geotiff(other, pixels.astype(np.uint16))
+    with pytest.raises(UserError, match="has 1 channels where 3 are"):
+        list(build(name, made.root, in_channels=3).train_dataloader())
+
+
 def test_lists_name_the_images_of_a_folder(tmp_path):
     data = build("folder", layouts.listed(tmp_path).root)
     data.setup()

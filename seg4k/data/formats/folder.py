@@ -12,6 +12,7 @@ LAYOUT = (
     "images/train, images/val, masks/train, masks/val (or images, masks, train.txt, val.txt) and classes.json"
 )
 WINDOWED = False
+CHANNELS = None
 CLASS_FILES = ("classes.json", "classes.csv", "classes.txt")
 
 
