@@ -21,6 +21,7 @@ from seg4k.data.sampling import EpochSampler, EverySampleSampler
 from seg4k.data.scenes import PairReader, Scene, Window
 from seg4k.data.settings import Settings
 from seg4k.data.unreadable import first_readable
+from seg4k.errors import UserError
 
 _MOST_WORKERS = 8
 _PICTURE_CANDIDATES = 32
@@ -100,10 +101,17 @@ class FormatSource:
         self._open_cache: Callable[[Path], ArrayCache | None] | None = open_cache
 
     def _first_image(self) -> tuple[int, np.dtype[Any]]:
-        """Channels and type of the first training image; without any, of the first of another split."""
+        """Channels and type of the first training image; without the split, of the first of another.
+
+        Raises:
+            UserError: where the split has no image, or the image cannot be read.
+        """
         splits = self.form.splits(self.root)
         split = "train" if "train" in splits or not splits else splits[0]
-        images = self.form.listing(self.root, split).images.values()
+        listing = self.form.listing(self.root, split)
+        for _, message in listing.faults if not listing.images else ():
+            raise UserError(message)
+        images = listing.images.values()
         if self.form.WINDOWED:
             raster = first_readable(images, open_raster, skip=self.skip_unreadable)
             return raster.channels, raster.dtype

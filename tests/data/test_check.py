@@ -232,6 +232,13 @@ def test_figures_are_those_of_the_pixels(tmp_path):
     np.testing.assert_allclose([entry["suggested_weight"] for entry in report["classes"]], weights)
 
 
+def test_notes_beside_the_folders_are_no_split(tmp_path):
+    made = LAYOUTS["folder"](tmp_path / "set")
+    (made.root / "README.txt").write_text("These are our images\n")
+    status, report = check(tmp_path, "folder", made.root)
+    assert (status, report["faults"]) == (0, [])
+
+
 def test_what_settings_ask_of_the_data(tmp_path):
     made = LAYOUTS["folder"](tmp_path / "set")
     (made.root / "classes.json").write_text(json.dumps({"classes": ["low", "high", "top", "never"]}))

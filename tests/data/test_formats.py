@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -77,9 +78,7 @@ def test_a_set_of_each_format_is_read_as_it_was_written(tmp_path, name):
     batch = next(iter(data.train_dataloader()))
     assert batch["image"].shape == (2, channels, 16, 16)
     assert batch["mask"].dtype == torch.int64
-    assert load_format(name).splits(made.root)[:1] == ["train"] or "val" in load_format(name).splits(
-        made.root
-    )
+    assert load_format(name).splits(made.root) == ["train", "val"]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("folder", "geotiff")])
@@ -125,6 +124,27 @@ def test_lists_name_the_images_of_a_folder(tmp_path):
         build("folder", tmp_path).setup()
     (tmp_path / "train.txt").write_text("\n")
     with pytest.raises(UserError, match=r"train.txt is empty; write the name of one image a line"):
+        build("folder", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["folder", "geotiff"])
+def test_notes_beside_the_folders_are_no_split(tmp_path, name):
+    made = LAYOUTS[name](tmp_path)
+    (tmp_path / "README.txt").write_text("These are our images\nof 2024\n")
+    assert load_format(name).splits(tmp_path) == ["train", "val"]
+    build(name, made.root).setup()
+    for kind in ("images", "masks"):
+        shutil.rmtree(tmp_path / kind / "train")
+    assert build(name, made.root).in_channels == (5 if name == "geotiff" else 3)  # to evaluate on val
+
+
+def test_notes_beside_the_lists_are_no_split(tmp_path):
+    layouts.listed(tmp_path)
+    (tmp_path / "README.txt").write_bytes("Größe der Bilder\n".encode("latin-1"))
+    (tmp_path / "more.txt").write_text("b\n")
+    assert load_format("folder").splits(tmp_path) == ["more", "train", "val"]
+    (tmp_path / "train.txt").write_text("These are our images\n")
+    with pytest.raises(UserError, match=r"train.txt, line 1: there is no image These .*; correct the line"):
         build("folder", tmp_path)
 
 
