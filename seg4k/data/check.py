@@ -50,28 +50,51 @@ def check(config: Mapping[str, Any]) -> Report:
     threads = (os.cpu_count() or 1) if config["threads"] is None else config["threads"]
     if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
         raise UserError(f"threads={threads}: give a whole number from 1 up, or null for as many as cores")
+    asked = _asked(config["splits"])
     settings = read_settings(config["data"])
     form, root, reader = build_reader(config["data"])
     report = Report(config["data"]["name"], root, reader, settings)
     started = time.monotonic()
     found = [split for split in form.splits(root) if split not in TRAINING]
-    for split in [*TRAINING, *found] if config["splits"] is None else config["splits"]:
-        _check_split(form, root, split, reader, report, threads)
+    for split in asked or [*TRAINING, *found]:
+        # A split that was asked for by its name must be there.
+        _check_split(form, root, split, reader, report, threads, must_be=bool(asked) or split in TRAINING)
     report.finish(time.monotonic() - started)
     return report
 
 
+def _asked(splits: object) -> list[str]:
+    """The names that were given, each once; none where all splits are to be read.
+
+    Raises:
+        UserError: where it is no name and no list of names.
+    """
+    if splits is None:
+        return []
+    names = [splits] if isinstance(splits, str) else splits
+    if not isinstance(names, list) or not names or not all(isinstance(x, str) and x for x in names):
+        raise UserError(f"splits={splits}: give a list of splits, such as [train,val], or null for all")
+    return list(dict.fromkeys(names))
+
+
 def _check_split(
-    form: Format, root: Path, split: str, reader: PairReader, report: Report, threads: int
+    form: Format,
+    root: Path,
+    split: str,
+    reader: PairReader,
+    report: Report,
+    threads: int,
+    *,
+    must_be: bool,
 ) -> None:
     try:
         listing = form.listing(root, split)
     except UserError as error:
-        report.add_fault(split, Fault("layout", root, str(error), fatal=split in TRAINING))
+        report.add_fault(split, Fault("layout", root, str(error), must_be))
         return
     needed = split in TRAINING
     for path, message in listing.faults:
-        report.add_fault(split, Fault("layout", path, message, needed))
+        report.add_fault(split, Fault("layout", path, message, needed or (must_be and not listing.images)))
     for name, message in listing.missing().items():
         if listing.masks or needed:  # the images of a test set have no masks
             report.add_fault(split, Fault("missing mask", listing.images[name], message, needed))

@@ -32,7 +32,7 @@ class Fault:
             `label`, `duplicate` or `all ignored`.
         file: where.
         message: what, and how to mend it.
-        fatal: whether training would fail of it.
+        fatal: whether training would fail of it, or a split that was asked for is not there.
     """
 
     kind: str

@@ -46,6 +46,8 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, Any]:
         UserError: a mistake in the configuration or the data, or classes that are not the checkpoint's.
     """
     _check_counts(config)
+    if not isinstance(config["split"], str) or not config["split"]:
+        raise UserError(f"split={config['split']}: give the name of one split, such as val")
     segmenter = load_segmenter(config["checkpoint"], config["accelerator"], config["precision"])
     settings = data_settings(config["data"], segmenter.config["data"])
     data = build_datamodule(settings, seed=0, batch_size=config["batch"])

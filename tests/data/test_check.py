@@ -266,6 +266,27 @@ def test_a_split_that_is_missing(tmp_path):
     assert status == 0
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_splits_that_are_asked_for_must_be_there(tmp_path, name, capsys):
+    made = LAYOUTS[name](tmp_path / "set")
+    assert check(tmp_path, name, made.root, "splits=train")[1]["images"] == {"train": 2}
+    assert check(tmp_path, name, made.root, "splits=[val,val]")[1]["images"] == {"val": 1}
+    status, report = check(tmp_path, name, made.root, "splits=[train,trian]")
+    assert status == 2
+    assert [(fault["kind"], fault["split"]) for fault in report["faults"]] == [("layout", "trian")]
+    assert "seg4k: error: training would fail: 1 fault(s), the first:" in capsys.readouterr().err
+
+
+def test_a_split_that_is_asked_for_must_hold_an_image(tmp_path):
+    made = layouts.listed(tmp_path / "set")
+    (made.root / "more.txt").write_text("zz\n")
+    status, report = check(tmp_path, "folder", made.root, "splits=more")
+    assert status == 2
+    assert "more.txt, line 1: there is no image zz" in report["faults"][0]["message"]
+    (made.root / "more.txt").write_text("zz\nb\n")
+    assert check(tmp_path, "folder", made.root, "splits=more")[0] == 0
+
+
 def test_blue_marble_is_clean(marble, tmp_path):
     status, report = check(tmp_path, "blue_marble", marble)
     assert status == 0
@@ -278,6 +299,11 @@ def test_blue_marble_is_clean(marble, tmp_path):
         (["data=folder"], "data=folder needs a folder: set data.root=FOLDER"),
         (["data=folder", "data.root=/nowhere"], "The data folder /nowhere does not exist"),
         (["threads=0", "data.root=."], "threads=0: give a whole number from 1 up"),
+        (
+            ["splits=[]", "data.root=."],
+            "splits=[]: give a list of splits, such as [train,val], or null for all",
+        ),
+        (["splits=[1]", "data.root=."], "splits=[1]: give a list of splits"),
         (["data.image_sise=3"], "data.image_sise: no such key. Did you mean data.image_size"),
         (["data=citiscapes"], "cityscapes"),
     ],

@@ -83,6 +83,11 @@ def test_another_folder_tiles_and_the_worst_image(checkpoint, root, tmp_path):
         ([], "checkpoint must be set"),
         (["checkpoint=/no/such.ckpt"], "/no/such.ckpt: no such file"),
         (["checkpoint={checkpoint}", "split=test"], "images/test does not exist"),
+        (
+            ["checkpoint={checkpoint}", "split=[val]"],
+            "split=['val']: give the name of one split, such as val",
+        ),
+        (["checkpoint={checkpoint}", "split=null"], "split=None: give the name of one split"),
         (["checkpoint={checkpoint}", "worst=-1"], "worst=-1: give a whole number from 0 up"),
         (["checkpoint={checkpoint}", "batch=0"], "batch=0: give a whole number from 1 up"),
         (["checkpoint={checkpoint}", "accelerator=tpu"], "accelerator=tpu: choose one of auto, cpu, gpu"),
