@@ -13,7 +13,7 @@ from seg4k.data.check_report import Report, print_report
 from seg4k.data.formats.base import Format, Listing
 from seg4k.data.scan import Fault, Found, scan_pair, scan_rasters
 from seg4k.data.scenes import PairReader
-from seg4k.data.settings import read_settings
+from seg4k.data.settings import as_path, read_settings
 from seg4k.errors import UserError
 from seg4k.files import write_json
 
@@ -23,9 +23,9 @@ _AHEAD = 4  # pairs a thread may be ahead of what was added up
 
 def run(config: Mapping[str, Any]) -> int:
     """The verb: exit status 2 where training would fail."""
+    path = as_path("output", config["output"]) / "check.json"  # before all the files are read
     report = check(config)
     print_report(report)
-    path = Path(config["output"]) / "check.json"
     write_json(path, report.to_dict())
     print(f"check.json: {path}")
     fatal = [fault for fault in report.faults if fault.fatal]

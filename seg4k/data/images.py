@@ -110,16 +110,15 @@ def _decode_colours(data: NDArray[np.uint8], path: Path) -> NDArray[np.uint32]:
 
 def _palette_indices(data: NDArray[np.uint8]) -> Mask | None:
     """The indices of a PNG with a palette, which OpenCV would turn into colours; None for any other file."""
-    from PIL import Image as PillowImage
+    from PIL.PngImagePlugin import PngImageFile
 
     # The colour type stands in the header, which always comes first: 3 is a palette.
     if data[:8].tobytes() != _PNG or data[25:26].tobytes() != b"\x03" or _cut_short(data):
         return None
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # large images are what this package is for
-            with PillowImage.open(io.BytesIO(data.tobytes())) as image:
-                return np.array(image)
+        # Not Image.open, which refuses large images: they are what this package is for.
+        with PngImageFile(io.BytesIO(data.tobytes())) as image:
+            return np.array(image)
     except (OSError, SyntaxError, ValueError):
         return None  # what is wrong is told by the decoder
 

@@ -84,8 +84,19 @@ def path_or_none(key: str, value: object) -> Path | None:
     """A path, or None where it is not set."""
     if value is None or value == "":
         return None
-    if not isinstance(value, (str, Path)):
-        raise UserError(f"data.{key} is {value!r}; give a path.")
+    return as_path(f"data.{key}", value)
+
+
+def as_path(key: str, value: object) -> Path:
+    """A path that must be set.
+
+    Raises:
+        UserError: where it is not, or was read as something else than text.
+    """
+    if not isinstance(value, (str, Path)) or not str(value):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        hint = ", one that looks like a number with ./ before it" if number else ""
+        raise UserError(f"{key} is {value!r}; give a path{hint}.")
     return Path(value)
 
 

@@ -304,6 +304,12 @@ def test_blue_marble_is_clean(marble, tmp_path):
             "splits=[]: give a list of splits, such as [train,val], or null for all",
         ),
         (["splits=[1]", "data.root=."], "splits=[1]: give a list of splits"),
+        (["output=2024", "data.root=."], "output is 2024; give a path, one that looks like a number with ./"),
+        (["output=null", "data.root=."], "output is None; give a path."),
+        (
+            ["data.root=2024"],
+            "data.root is 2024; give a path, one that looks like a number with ./ before it",
+        ),
         (["data.image_sise=3"], "data.image_sise: no such key. Did you mean data.image_size"),
         (["data=citiscapes"], "cityscapes"),
     ],

@@ -226,6 +226,23 @@ def test_without_data_the_label_is_ignored(tmp_path):
     np.testing.assert_array_equal(np.delete(mask, 5, 0)[:, 10:], np.delete(labels, 5, 0)[:, 10:])
 
 
+def test_without_data_values_need_no_class(tmp_path):
+    """Of classes whose first value no mask of 8 bits can hold, and where all of a scene is without data."""
+    made = LAYOUTS["geotiff"](tmp_path)
+    classes = [{"name": "far", "ids": [1000, 0]}, {"name": "b", "ids": 1}, {"name": "c", "ids": 2}]
+    (tmp_path / "classes.json").write_text(json.dumps({"classes": classes}))
+    pixels = np.ones((*SIZE, 3), np.uint8)
+    pixels[:4] = 0
+    layouts.geotiff(made.image, pixels, nodata=0)
+    layouts.geotiff(made.mask, np.maximum(made.raw, 77 * (pixels[:, :, 0] == 0)).astype(np.uint8))
+    layouts.geotiff(made.image.with_stem("b"), 0 * pixels, nodata=0)
+    first, second = (build("geotiff", made.root).tile_dataset("train")[i]["mask"].numpy() for i in (0, 1))
+    np.testing.assert_array_equal(first[4:], made.raw[4:])
+    assert (first[:4] == 255).all()
+    assert (second == 255).all()
+    assert first.dtype == second.dtype == np.uint8
+
+
 def test_a_scene_is_read_by_windows(tmp_path, monkeypatch):
     made = LAYOUTS["geotiff"](tmp_path)
     size = (300, 500)
