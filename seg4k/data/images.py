@@ -14,6 +14,8 @@ from seg4k.errors import UserError
 SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff")
 
 _PNG = b"\x89PNG\r\n\x1a\n"
+_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_BITS_PER_SAMPLE = 258
 
 Image = NDArray[Any]
 Mask = NDArray[Any]
@@ -124,10 +126,23 @@ def _palette_indices(data: NDArray[np.uint8]) -> Mask | None:
 
 
 def _grey_step(data: NDArray[np.uint8]) -> int:
-    """By how much OpenCV multiplies the values of a grey PNG of 1, 2 or 4 bits; 0 of any other file."""
+    """By how much OpenCV multiplies the values of a grey PNG of 1, 2 or 4 bits, or a TIFF of 1; else 0."""
+    if data[:4].tobytes() in _TIFF:
+        return 255 if _bits_of_tiff(data) == 1 else 0
     if data[:8].tobytes() != _PNG or data[25:26].tobytes() != b"\x00":
         return 0
     return {1: 255, 2: 85, 4: 17}.get(int(data[24]), 0)
+
+
+def _bits_of_tiff(data: NDArray[np.uint8]) -> int | None:
+    """Bits of each value; None where the header cannot be understood."""
+    from PIL.TiffImagePlugin import TiffImageFile
+
+    try:
+        with TiffImageFile(io.BytesIO(data.data)) as image:
+            return int(image.tag_v2.get(_BITS_PER_SAMPLE, (1,))[0])
+    except Exception:  # a kind that Pillow does not know
+        return None
 
 
 def list_images(source: Path | str) -> list[Path]:
