@@ -75,8 +75,6 @@ def _source(config: Mapping[str, Any]) -> "Source":
         return BlueMarbleSource(root or Path("data/blue_marble"))
     kind, folder = config.get("cache", "none"), path_or_none("cache_dir", config.get("cache_dir"))
     most_bytes = whole_number("cache_bytes", config.get("cache_bytes", 2**33), least=1) or 2**33
-    if kind not in ("none", "ram", "disk"):
-        raise UserError(f"data.cache is {kind!r}; choose none, ram or disk.")
 
     def cache(root: Path) -> ArrayCache | None:
         return open_cache(kind, most_bytes, folder, root)

@@ -22,6 +22,7 @@ _KEYS = (
     "num_workers",
     "on_error",
 )
+_CACHES = ("none", "ram", "disk")
 _ON_ERROR = ("stop", "skip")
 _FORMAT_KEYS = ("in_channels", "class_file", "cache", "cache_bytes", "cache_dir")
 _MORE_KEYS: dict[str, tuple[str, ...]] = {"blue_marble": (), **dict.fromkeys(NAMES, _FORMAT_KEYS)}
@@ -64,6 +65,14 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
     if share > 0 and not rare:
         raise UserError(
             "data.rare_crop_share needs classes: set data.rare_classes=[NAME, ...], or the share to 0."
+        )
+    cache = config.get("cache", "none")
+    if cache not in _CACHES:
+        raise UserError(f"data.cache is {cache!r}; choose none, ram or disk.")
+    if name == "geotiff" and cache != "none":
+        raise UserError(
+            f"data.cache={cache} has no effect with data=geotiff: windows are read from the file, and the "
+            "system keeps in memory what was read; set data.cache=none."
         )
     on_error = config.get("on_error", "stop")
     if on_error not in _ON_ERROR:

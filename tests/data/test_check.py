@@ -310,6 +310,10 @@ def test_blue_marble_is_clean(marble, tmp_path):
             ["data.root=2024"],
             "data.root is 2024; give a path, one that looks like a number with ./ before it",
         ),
+        (
+            ["data=geotiff", "data.root=.", "data.cache=disk"],
+            "data.cache=disk has no effect with data=geotiff",
+        ),
         (["data.image_sise=3"], "data.image_sise: no such key. Did you mean data.image_size"),
         (["data=citiscapes"], "cityscapes"),
     ],
