@@ -43,6 +43,8 @@ def build_datamodule(
 def build_reader(config: Mapping[str, Any]) -> "tuple[Format, Path, PairReader]":
     """The format that the config group `data` names, its folder, and what reads its pairs; no image is read.
 
+    The reader's channels are 0 where the first image is to tell them.
+
     Raises:
         UserError: where the folder or the classes are missing or wrong.
     """
@@ -50,7 +52,7 @@ def build_reader(config: Mapping[str, Any]) -> "tuple[Format, Path, PairReader]"
     from seg4k.data.formats.base import check_root, load_format
     from seg4k.data.labels import Labelling
     from seg4k.data.scenes import PairReader
-    from seg4k.data.settings import path_or_none
+    from seg4k.data.settings import path_or_none, whole_number
 
     name, root = config["name"], path_or_none("root", config.get("root"))
     if name == "blue_marble":  # once built, a plain folder
@@ -59,7 +61,8 @@ def build_reader(config: Mapping[str, Any]) -> "tuple[Format, Path, PairReader]"
     found = check_root(name, root, form.LAYOUT)
     class_file = path_or_none("class_file", config.get("class_file"))
     labelling = Labelling.from_file(class_file) if class_file else form.labelling(found)
-    return form, found, PairReader(labelling, channels=3)
+    channels = whole_number("in_channels", config.get("in_channels"), least=1) or form.CHANNELS
+    return form, found, PairReader(labelling, channels or 0, grey=channels == 3)
 
 
 def _source(config: Mapping[str, Any]) -> "Source":
@@ -72,8 +75,6 @@ def _source(config: Mapping[str, Any]) -> "Source":
         return BlueMarbleSource(root or Path("data/blue_marble"))
     kind, folder = config.get("cache", "none"), path_or_none("cache_dir", config.get("cache_dir"))
     most_bytes = whole_number("cache_bytes", config.get("cache_bytes", 2**33), least=1) or 2**33
-    if kind not in ("none", "ram", "disk"):
-        raise UserError(f"data.cache is {kind!r}; choose none, ram or disk.")
 
     def cache(root: Path) -> ArrayCache | None:
         return open_cache(kind, most_bytes, folder, root)

@@ -123,8 +123,9 @@ def _in_memory(most_bytes: int) -> ArrayCache:
     base = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     _remove_abandoned(base)
     # Processes of one machine share it, and so does what the workers hand over.
-    share = most_bytes // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    room = shutil.disk_usage(base).free // 2
+    processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    share = most_bytes // processes
+    room = shutil.disk_usage(base).free // 2 // processes
     if room < share:
         print(
             f"data.cache=ram: {base} has room for {room / 2**30:.1f} GiB, not {share / 2**30:.1f}; what "

@@ -13,7 +13,7 @@ from seg4k.data.check_report import Report, print_report
 from seg4k.data.formats.base import Format, Listing
 from seg4k.data.scan import Fault, Found, scan_pair, scan_rasters
 from seg4k.data.scenes import PairReader
-from seg4k.data.settings import read_settings
+from seg4k.data.settings import as_path, read_settings
 from seg4k.errors import UserError
 from seg4k.files import write_json
 
@@ -23,9 +23,9 @@ _AHEAD = 4  # pairs a thread may be ahead of what was added up
 
 def run(config: Mapping[str, Any]) -> int:
     """The verb: exit status 2 where training would fail."""
+    path = as_path("output", config["output"]) / "check.json"  # before all the files are read
     report = check(config)
     print_report(report)
-    path = Path(config["output"]) / "check.json"
     write_json(path, report.to_dict())
     print(f"check.json: {path}")
     fatal = [fault for fault in report.faults if fault.fatal]
@@ -50,28 +50,51 @@ def check(config: Mapping[str, Any]) -> Report:
     threads = (os.cpu_count() or 1) if config["threads"] is None else config["threads"]
     if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
         raise UserError(f"threads={threads}: give a whole number from 1 up, or null for as many as cores")
+    asked = _asked(config["splits"])
     settings = read_settings(config["data"])
     form, root, reader = build_reader(config["data"])
-    report = Report(config["data"]["name"], root, reader, config["data"].get("in_channels"), settings)
+    report = Report(config["data"]["name"], root, reader, settings)
     started = time.monotonic()
     found = [split for split in form.splits(root) if split not in TRAINING]
-    for split in [*TRAINING, *found] if config["splits"] is None else config["splits"]:
-        _check_split(form, root, split, reader, report, threads)
+    for split in asked or [*TRAINING, *found]:
+        # A split that was asked for by its name must be there.
+        _check_split(form, root, split, reader, report, threads, must_be=bool(asked) or split in TRAINING)
     report.finish(time.monotonic() - started)
     return report
 
 
+def _asked(splits: object) -> list[str]:
+    """The names that were given, each once; none where all splits are to be read.
+
+    Raises:
+        UserError: where it is no name and no list of names.
+    """
+    if splits is None:
+        return []
+    names = [splits] if isinstance(splits, str) else splits
+    if not isinstance(names, list) or not names or not all(isinstance(x, str) and x for x in names):
+        raise UserError(f"splits={splits}: give a list of splits, such as [train,val], or null for all")
+    return list(dict.fromkeys(names))
+
+
 def _check_split(
-    form: Format, root: Path, split: str, reader: PairReader, report: Report, threads: int
+    form: Format,
+    root: Path,
+    split: str,
+    reader: PairReader,
+    report: Report,
+    threads: int,
+    *,
+    must_be: bool,
 ) -> None:
     try:
         listing = form.listing(root, split)
     except UserError as error:
-        report.add_fault(split, Fault("layout", root, str(error), fatal=split in TRAINING))
+        report.add_fault(split, Fault("layout", root, str(error), must_be))
         return
     needed = split in TRAINING
     for path, message in listing.faults:
-        report.add_fault(split, Fault("layout", path, message, needed))
+        report.add_fault(split, Fault("layout", path, message, needed or (must_be and not listing.images)))
     for name, message in listing.missing().items():
         if listing.masks or needed:  # the images of a test set have no masks
             report.add_fault(split, Fault("missing mask", listing.images[name], message, needed))

@@ -24,20 +24,17 @@ class Report:
     Args:
         name: of the format.
         root: of the data set.
-        reader: says the classes; its channels and type are set by the first image that can be read.
-        in_channels: channels that images must have; None takes those of the first.
+        reader: says the classes; its type, and its channels where they are 0, are set by the first image that
+            can be read.
         settings: of training, of which some ask something of the data.
     """
 
-    def __init__(
-        self, name: str, root: Path, reader: PairReader, in_channels: int | None, settings: Settings
-    ) -> None:
+    def __init__(self, name: str, root: Path, reader: PairReader, settings: Settings) -> None:
         self.name = name
         self.root = root
         self.reader = reader
         self.settings = settings
         self.faults: list[Fault] = []
-        self._in_channels = in_channels
         self._splits: list[str] = []  # of each fault
         self._dtype: np.dtype[Any] | None = None
         self._sizes: Counter[tuple[int, int]] = Counter()
@@ -90,11 +87,11 @@ class Report:
         assert found.dtype is not None
         if self._dtype is None:
             self._dtype = self.reader.dtype = found.dtype
-            self.reader.channels = self._in_channels or found.channels
+            self.reader.channels = self.reader.channels or found.channels
         try:
             self.reader.check(found.image, found.channels, found.dtype)
         except UserError as error:
-            kind = "channels" if found.channels != self.reader.channels else "bit depth"
+            kind = "bit depth" if self.reader.fits(found.channels, found.dtype) else "channels"
             self.add_fault(split, Fault(kind, found.image, str(error), fatal=split in ("train", "val")))
 
     def finish(self, seconds: float) -> None:

@@ -3,6 +3,7 @@
 import colorsys
 import difflib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,7 @@ class ClassTable:
         for label, name in enumerate(self.names):
             if not isinstance(name, str) or not name.strip():
                 raise UserError(f"Class {label} has the name {name!r}; give it a name in words.")
-        twice = sorted({name for name in self.names if self.names.count(name) > 1})
+        twice = sorted(name for name, count in Counter(self.names).items() if count > 1)
         if twice:
             raise UserError(
                 f"Class name {twice[0]!r} is given more than once; each class needs its own name."

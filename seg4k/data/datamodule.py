@@ -21,6 +21,7 @@ from seg4k.data.sampling import EpochSampler, EverySampleSampler
 from seg4k.data.scenes import PairReader, Scene, Window
 from seg4k.data.settings import Settings
 from seg4k.data.unreadable import first_readable
+from seg4k.errors import UserError
 
 _MOST_WORKERS = 8
 _PICTURE_CANDIDATES = 32
@@ -69,7 +70,7 @@ class FormatSource:
     Args:
         name: of the format, for messages.
         root: the folder of the data set.
-        in_channels: channels of the images; None takes those of the first training image.
+        in_channels: channels of the images; None takes those of the format or the first training image.
         class_file: classes other than the format's own.
         open_cache: makes the cache of decoded files, given the folder; called once, when scenes are needed.
         skip_unreadable: whether pairs that cannot be read are named and left out.
@@ -94,15 +95,23 @@ class FormatSource:
         labelling = Labelling.from_file(class_file) if class_file else self.form.labelling(self.root)
         self.class_table = labelling.table
         channels, dtype = self._first_image()
-        self.in_channels = in_channels or channels
-        self.reader = PairReader(labelling, self.in_channels, dtype)
+        known = in_channels or self.form.CHANNELS
+        self.in_channels = known or channels
+        self.reader = PairReader(labelling, self.in_channels, dtype, grey=known == 3)
         self._open_cache: Callable[[Path], ArrayCache | None] | None = open_cache
 
     def _first_image(self) -> tuple[int, np.dtype[Any]]:
-        """Channels and type of the first training image; without any, of the first of another split."""
+        """Channels and type of the first training image; without the split, of the first of another.
+
+        Raises:
+            UserError: where the split has no image, or the image cannot be read.
+        """
         splits = self.form.splits(self.root)
         split = "train" if "train" in splits or not splits else splits[0]
-        images = self.form.listing(self.root, split).images.values()
+        listing = self.form.listing(self.root, split)
+        for _, message in listing.faults if not listing.images else ():
+            raise UserError(message)
+        images = listing.images.values()
         if self.form.WINDOWED:
             raster = first_readable(images, open_raster, skip=self.skip_unreadable)
             return raster.channels, raster.dtype

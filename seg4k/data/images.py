@@ -14,6 +14,8 @@ from seg4k.errors import UserError
 SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff")
 
 _PNG = b"\x89PNG\r\n\x1a\n"
+_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_BITS_PER_SAMPLE = 258
 
 Image = NDArray[Any]
 Mask = NDArray[Any]
@@ -44,6 +46,11 @@ def decode_image(data: NDArray[np.uint8], path: Path) -> Image:
     if image.shape[2] == 4:
         return np.asarray(cv2.cvtColor(image, cv2.COLOR_BGRA2RGBA))
     return image
+
+
+def grey_to_rgb(image: Image) -> Image:
+    """An image (H, W, 1) repeated to three channels."""
+    return np.asarray(cv2.cvtColor(image, cv2.COLOR_GRAY2RGB))
 
 
 def read_mask(path: Path | str) -> Mask:
@@ -105,25 +112,37 @@ def _decode_colours(data: NDArray[np.uint8], path: Path) -> NDArray[np.uint32]:
 
 def _palette_indices(data: NDArray[np.uint8]) -> Mask | None:
     """The indices of a PNG with a palette, which OpenCV would turn into colours; None for any other file."""
-    from PIL import Image as PillowImage
+    from PIL.PngImagePlugin import PngImageFile
 
     # The colour type stands in the header, which always comes first: 3 is a palette.
     if data[:8].tobytes() != _PNG or data[25:26].tobytes() != b"\x03" or _cut_short(data):
         return None
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # large images are what this package is for
-            with PillowImage.open(io.BytesIO(data.tobytes())) as image:
-                return np.array(image)
+        # Not Image.open, which refuses large images: they are what this package is for.
+        with PngImageFile(io.BytesIO(data.tobytes())) as image:
+            return np.array(image)
     except (OSError, SyntaxError, ValueError):
         return None  # what is wrong is told by the decoder
 
 
 def _grey_step(data: NDArray[np.uint8]) -> int:
-    """By how much OpenCV multiplies the values of a grey PNG of 1, 2 or 4 bits; 0 of any other file."""
+    """By how much OpenCV multiplies the values of a grey PNG of 1, 2 or 4 bits, or a TIFF of 1; else 0."""
+    if data[:4].tobytes() in _TIFF:
+        return 255 if _bits_of_tiff(data) == 1 else 0
     if data[:8].tobytes() != _PNG or data[25:26].tobytes() != b"\x00":
         return 0
     return {1: 255, 2: 85, 4: 17}.get(int(data[24]), 0)
+
+
+def _bits_of_tiff(data: NDArray[np.uint8]) -> int | None:
+    """Bits of each value; None where the header cannot be understood."""
+    from PIL.TiffImagePlugin import TiffImageFile
+
+    try:
+        with TiffImageFile(io.BytesIO(data.data)) as image:
+            return int(image.tag_v2.get(_BITS_PER_SAMPLE, (1,))[0])
+    except Exception:  # a kind that Pillow does not know
+        return None
 
 
 def list_images(source: Path | str) -> list[Path]:

@@ -107,15 +107,19 @@ class Labelling:
         if self.ids is None:
             if int(values.max()) >= len(self.table):
                 self._refuse([x for x in distinct(values) if self._unknown(x)], path)
-            if self.table.ignore_index > 255 and values.dtype == np.uint8:
-                return values.astype(np.uint16)
-            return values
+            return values.astype(self.dtype(values.dtype), copy=False)
         lookup = self._lookup
         small = values.dtype == np.uint8
         labels = np.asarray(cv2.LUT(values, lookup[:256])) if small else lookup[values]
         if not self.others_ignored and (labels == self._spare).any():
             self._refuse(distinct(values[labels == self._spare]), path)
         return labels
+
+    def dtype(self, stored: np.dtype[Any]) -> np.dtype[Any]:
+        """The type of the labels of a mask whose values are stored in the type `stored`."""
+        if self.ids is not None:
+            return np.dtype(self._lookup.dtype)
+        return np.dtype(np.uint16) if self.table.ignore_index > 255 else stored
 
     def _unknown(self, value: int) -> bool:
         return value >= len(self.table) and value != self.table.ignore_index

@@ -130,6 +130,6 @@ def _context() -> BaseContext:
 
 def _plain(error: UserError) -> UserError:
     """The error as the sample raised it: torch wraps those of workers in a copy of the traceback."""
-    text = str(error)
-    marker = f"{UserError.__module__}.{UserError.__qualname__}: "
-    return UserError(text.rpartition(marker)[2].strip()) if marker in text else error
+    text, kind = str(error), type(error)
+    marker = f"{kind.__module__}.{kind.__qualname__}: "
+    return kind(text.rpartition(marker)[2].strip()) if marker in text else error

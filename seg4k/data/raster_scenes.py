@@ -44,7 +44,7 @@ class RasterScene:
         """Image (h, w, C) and mask (h, w) of a window inside it; nothing else is read."""
         image, valid = read_raster(self._image, window)
         values, known = read_raster(self._mask, window)
-        return image, mask_labels(self._reader, self._mask.path, values, valid & known)
+        return self._reader.coloured(image), mask_labels(self._reader, self._mask.path, values, valid & known)
 
     def labels(self) -> set[int]:
         """The labels that the mask holds; all of it is read once, block by block."""
@@ -105,6 +105,7 @@ def mask_labels(reader: PairReader, path: Path, values: NDArray[Any], valid: NDA
     if valid.all():
         return labelling.apply(plain, path)
     # What stands where there are no data means nothing, and must not be taken for a mistake.
-    harmless = 0 if labelling.ids is None else next(iter(labelling.ids))
-    labels = labelling.apply(np.where(valid, plain, plain.dtype.type(harmless)), path)
-    return np.where(valid, labels, labels.dtype.type(labelling.table.ignore_index))
+    labels = np.full(plain.shape, labelling.table.ignore_index, labelling.dtype(plain.dtype))
+    if valid.any():
+        labels[valid] = labelling.apply(plain[valid][:, None], path)[:, 0]
+    return labels

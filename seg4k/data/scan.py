@@ -32,7 +32,7 @@ class Fault:
             `label`, `duplicate` or `all ignored`.
         file: where.
         message: what, and how to mend it.
-        fatal: whether training would fail of it.
+        fatal: whether training would fail of it, or a split that was asked for is not there.
     """
 
     kind: str
@@ -104,7 +104,7 @@ def scan_pair(image: Path, mask: Path | None, reader: PairReader) -> Found:
     data = _read(image, found)
     if data is not None:
         found.digest = hashlib.blake2b(data.data, digest_size=_HASH_BYTES).hexdigest()
-        _image_of(found, data)
+        _image_of(found, data, reader)
     if mask is None:
         return found
     data = _read(mask, found)
@@ -155,7 +155,7 @@ def _scan_blocks(found: Found, pixels: Raster, truth: Raster | None, reader: Pai
         if part is None:
             return
         image, valid = part
-        moments.add(_moments(image))
+        moments.add(_moments(reader.coloured(image)))
         if truth is None:
             continue
         part = _decoded(found, truth.path, partial(read_raster, truth, window))
@@ -192,11 +192,11 @@ def _is_empty(path: Path, found: Found) -> bool:
     return True
 
 
-def _image_of(found: Found, data: NDArray[np.uint8]) -> None:
+def _image_of(found: Found, data: NDArray[np.uint8], reader: PairReader) -> None:
     image = _decoded(found, found.image, lambda: decode_image(data, found.image))
     if image is not None and not _damaged_png(data, found.image, found):
         found.size, found.channels, found.dtype = image.shape[:2], image.shape[2], image.dtype
-        found.moments = _moments(image)
+        found.moments = _moments(reader.coloured(image))
 
 
 def _decoded(found: Found, path: Path, decode: Any) -> Any:  # noqa: ANN401 - what `decode` gives

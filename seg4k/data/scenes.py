@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seg4k.data.cache import ArrayCache
-from seg4k.data.images import Image, Mask, decode_mask, read_bytes, read_image
+from seg4k.data.images import Image, Mask, decode_mask, grey_to_rgb, read_bytes, read_image
 from seg4k.data.labels import Labelling, distinct
 from seg4k.errors import UserError
 
@@ -85,6 +85,7 @@ class PairReader:
         labelling: what the values of masks mean.
         channels: channels that every image must have.
         dtype: type that every image must have, uint8 or uint16.
+        grey: whether 8-bit images of one channel are taken too, and repeated to three.
         keep: decoded pairs kept in this process.
         cache: where decoded files are kept for all processes.
     """
@@ -92,6 +93,7 @@ class PairReader:
     labelling: Labelling
     channels: int
     dtype: np.dtype[Any] = field(default_factory=lambda: np.dtype(np.uint8))
+    grey: bool = False
     keep: int = 1
     cache: ArrayCache | None = None
     _kept: OrderedDict[tuple[Path, Path], tuple[Image, Mask]] = field(
@@ -111,6 +113,7 @@ class PairReader:
             return self._kept[key]
         image, mask = self._read_image(image_path), self.read_mask(mask_path)
         self.check(image_path, image.shape[2], image.dtype)
+        image = self.coloured(image)
         if image.shape[:2] != mask.shape:
             raise size_error(image_path, image.shape[:2], mask_path, mask.shape)
         self._kept[key] = image, mask
@@ -124,16 +127,26 @@ class PairReader:
         Raises:
             UserError: naming the file.
         """
-        if channels != self.channels:
+        if not self.fits(channels, dtype):
+            hint = f"set data.in_channels={channels} if all images are so"
+            if {channels, self.channels} == {1, 3} and dtype == self.dtype == np.uint8:
+                hint = "set data.in_channels=3, which takes grey images too"
             raise UserError(
-                f"{path} has {channels} channels where {self.channels} are expected; convert it, "
-                f"or set data.in_channels={channels} if all images are so."
+                f"{path} has {channels} channels where {self.channels} are expected; convert it, or {hint}."
             )
         if dtype != self.dtype:
             raise UserError(
                 f"{path} has {dtype.itemsize * 8} bits per channel where the first image has "
                 f"{self.dtype.itemsize * 8}; convert one of them."
             )
+
+    def fits(self, channels: int, dtype: np.dtype[Any]) -> bool:
+        """Whether images of so many channels are taken."""
+        return channels == self.channels or (self.grey and channels == 1 and dtype == np.uint8)
+
+    def coloured(self, image: Image) -> Image:
+        """The image with as many channels as the set has, where it is a grey one that is taken."""
+        return grey_to_rgb(image) if self.grey and image.shape[2] == 1 and image.dtype == np.uint8 else image
 
     def read_mask(self, path: Path) -> Mask:
         """A mask (H, W) of labels, which are checked.

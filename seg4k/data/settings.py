@@ -22,6 +22,7 @@ _KEYS = (
     "num_workers",
     "on_error",
 )
+_CACHES = ("none", "ram", "disk")
 _ON_ERROR = ("stop", "skip")
 _FORMAT_KEYS = ("in_channels", "class_file", "cache", "cache_bytes", "cache_dir")
 _MORE_KEYS: dict[str, tuple[str, ...]] = {"blue_marble": (), **dict.fromkeys(NAMES, _FORMAT_KEYS)}
@@ -65,6 +66,14 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
         raise UserError(
             "data.rare_crop_share needs classes: set data.rare_classes=[NAME, ...], or the share to 0."
         )
+    cache = config.get("cache", "none")
+    if cache not in _CACHES:
+        raise UserError(f"data.cache is {cache!r}; choose none, ram or disk.")
+    if name == "geotiff" and cache != "none":
+        raise UserError(
+            f"data.cache={cache} has no effect with data=geotiff: windows are read from the file, and the "
+            "system keeps in memory what was read; set data.cache=none."
+        )
     on_error = config.get("on_error", "stop")
     if on_error not in _ON_ERROR:
         raise UserError(f"data.on_error is {on_error!r}; choose {' or '.join(_ON_ERROR)}.")
@@ -84,8 +93,19 @@ def path_or_none(key: str, value: object) -> Path | None:
     """A path, or None where it is not set."""
     if value is None or value == "":
         return None
-    if not isinstance(value, (str, Path)):
-        raise UserError(f"data.{key} is {value!r}; give a path.")
+    return as_path(f"data.{key}", value)
+
+
+def as_path(key: str, value: object) -> Path:
+    """A path that must be set.
+
+    Raises:
+        UserError: where it is not, or was read as something else than text.
+    """
+    if not isinstance(value, (str, Path)) or not str(value):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        hint = ", one that looks like a number with ./ before it" if number else ""
+        raise UserError(f"{key} is {value!r}; give a path{hint}.")
     return Path(value)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from seg4k.data.build import build_datamodule
 from seg4k.data.classes import ClassTable
 from seg4k.data.datamodule import SegmentationDataModule
+from seg4k.data.settings import as_path
 from seg4k.errors import UserError
 from seg4k.files import write_json
 from seg4k.inference.scores import (
@@ -46,7 +47,11 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, Any]:
         UserError: a mistake in the configuration or the data, or classes that are not the checkpoint's.
     """
     _check_counts(config)
-    segmenter = load_segmenter(config["checkpoint"], config["accelerator"], config["precision"])
+    if not isinstance(config["split"], str) or not config["split"]:
+        raise UserError(f"split={config['split']}: give the name of one split, such as val")
+    directory = as_path("output", config["output"])
+    checkpoint = None if config["checkpoint"] is None else as_path("checkpoint", config["checkpoint"])
+    segmenter = load_segmenter(checkpoint, config["accelerator"], config["precision"])
     settings = data_settings(config["data"], segmenter.config["data"])
     data = build_datamodule(settings, seed=0, batch_size=config["batch"])
     check_classes(data.class_table, segmenter.classes)
@@ -55,14 +60,13 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, Any]:
             f"the images have {data.in_channels} channels, but the checkpoint takes {segmenter.in_channels}; "
             "convert the images, or set data.in_channels"
         )
-    directory = Path(config["output"])
     started = time.monotonic()
     counts, scores = _count(segmenter, data, config["split"])
     seconds = time.monotonic() - started
     shown = worst(scores, config["worst"])
     result: dict[str, Any] = {
         "schema": SCHEMA,
-        "checkpoint": str(config["checkpoint"]),
+        "checkpoint": str(checkpoint),
         "data": {"name": settings["name"], "root": settings.get("root"), "split": config["split"]},
         "precision": segmenter.precision,
         "device": str(segmenter.device),
@@ -78,7 +82,7 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, Any]:
             for score in scores
         ],
     }
-    title = f"{Path(config['checkpoint']).name} on {settings['name']}, {config['split']}"
+    title = f"{Path(str(checkpoint)).name} on {settings['name']}, {config['split']}"
     draw_confusion(directory / "confusion.png", counts, segmenter.classes, title)
     if shown:
         _draw_worst(directory / "worst.png", segmenter, data, config["split"], shown)

@@ -159,7 +159,9 @@ def ade20k(root: Path) -> Layout:
         (f"images/{split}/ADE_{n}.jpg", f"annotations/{split}/ADE_{n}.png")
         for split, n in (("training", "train_1"), ("training", "train_2"), ("validation", "val_1"))
     ]
-    return _set(root, pairs, list(range(151)), grey, [1, 151])
+    made = _set(root, pairs, list(range(151)), grey, [1, 151])
+    picture(root / pairs[1][0], 1, channels=1)  # the real set has a few grey images
+    return made
 
 
 def voc(root: Path) -> Layout:
@@ -178,7 +180,9 @@ def coco_stuff(root: Path) -> Layout:
         (f"{split}2017/{n:012d}.jpg", f"stuffthingmaps/{split}2017/{n:012d}.png")
         for split, n in (("train", 9), ("train", 25), ("val", 139))
     ]
-    return _set(root, pairs, [*range(182), 255], grey, [0, 182])
+    made = _set(root, pairs, [*range(182), 255], grey, [0, 182])
+    picture(root / pairs[1][0], 1, channels=1)  # the real set has a few grey images
+    return made
 
 
 MAPILLARY_LABELS = [

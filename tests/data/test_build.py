@@ -63,6 +63,10 @@ def test_every_key_is_explained_where_it_stands(name):
         ({"in_channels": 4}, "train0.png has 3 channels where 4 are expected"),
         ({"augment": {"hflop": 1}}, "Unknown key data.augment.hflop; did you mean 'hflip'"),
         ({"cache": "disc"}, "data.cache is 'disc'; choose none, ram or disk"),
+        (
+            {"name": "geotiff", "cache": "ram"},
+            "data.cache=ram has no effect with data=geotiff: .* set data.cache",
+        ),
         ({"cache_bytes": 0}, "data.cache_bytes is 0; give a whole number from 1 up"),
         ({"class_file": "/no/file.json"}, "The class file /no/file.json does not exist"),
         ({"root": None}, "data=folder needs a folder: set data.root=FOLDER"),

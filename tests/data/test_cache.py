@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -150,6 +151,15 @@ def test_memory_is_given_back(tmp_path, make_folder, monkeypatch, capsys):
     assert mine.folder.is_dir()  # alive
     open_cache("ram", 10**18, None, tmp_path)
     assert "has room for" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("most", "each"), [(800, 200), (10_000, 250)])
+def test_processes_of_a_machine_share_its_memory(tmp_path, monkeypatch, most, each):
+    """Together they take what is allowed, and no more than half of what is free."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(caches.shutil, "disk_usage", lambda _: SimpleNamespace(free=2000))
+    made = open_cache("ram", most, None, tmp_path)
+    assert made.most_bytes == each
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):

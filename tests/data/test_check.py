@@ -179,12 +179,26 @@ def test_channels_and_bits_are_held_against_the_first_image(tmp_path):
     _, report = check(tmp_path, "folder", made.root)
     assert [fault["kind"] for fault in report["faults"]] == ["channels", "bit depth"]
     assert report["faults"][0]["message"].endswith(
-        "b.png has 1 channels where 3 are expected; convert it, or set data.in_channels=1 if all images "
-        "are so."
+        "b.png has 1 channels where 3 are expected; convert it, or set data.in_channels=3, which takes grey "
+        "images too."
     )
     assert report["faults"][1]["message"].endswith(
         "c.png has 16 bits per channel where the first image has 8; convert one of them."
     )
+
+
+def test_grey_images_count_in_each_of_three_channels(tmp_path):
+    made = LAYOUTS["folder"](tmp_path / "set")
+    layouts.picture(made.root / "images/train/a.png", 0, channels=1)
+    status, report = check(tmp_path, "folder", made.root, "data.in_channels=3")
+    assert (status, report["faults"], report["channels"]) == (0, [], 3)
+    pixels = np.concatenate(
+        [cv2.imread(str(made.root / f"images/train/{n}.png"))[:, :, ::-1].reshape(-1, 3) for n in "ab"]
+    )
+    np.testing.assert_allclose(report["mean"], pixels.mean(0) / 255, rtol=1e-9)
+    layouts.picture(made.val_image, 1, channels=1, bits=16)
+    status, report = check(tmp_path, "folder", made.root, "data.in_channels=3")
+    assert (status, [fault["kind"] for fault in report["faults"]]) == (2, ["channels"])
 
 
 def test_figures_are_those_of_the_pixels(tmp_path):
@@ -218,6 +232,13 @@ def test_figures_are_those_of_the_pixels(tmp_path):
     np.testing.assert_allclose([entry["suggested_weight"] for entry in report["classes"]], weights)
 
 
+def test_notes_beside_the_folders_are_no_split(tmp_path):
+    made = LAYOUTS["folder"](tmp_path / "set")
+    (made.root / "README.txt").write_text("These are our images\n")
+    status, report = check(tmp_path, "folder", made.root)
+    assert (status, report["faults"]) == (0, [])
+
+
 def test_what_settings_ask_of_the_data(tmp_path):
     made = LAYOUTS["folder"](tmp_path / "set")
     (made.root / "classes.json").write_text(json.dumps({"classes": ["low", "high", "top", "never"]}))
@@ -245,6 +266,27 @@ def test_a_split_that_is_missing(tmp_path):
     assert status == 0
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_splits_that_are_asked_for_must_be_there(tmp_path, name, capsys):
+    made = LAYOUTS[name](tmp_path / "set")
+    assert check(tmp_path, name, made.root, "splits=train")[1]["images"] == {"train": 2}
+    assert check(tmp_path, name, made.root, "splits=[val,val]")[1]["images"] == {"val": 1}
+    status, report = check(tmp_path, name, made.root, "splits=[train,trian]")
+    assert status == 2
+    assert [(fault["kind"], fault["split"]) for fault in report["faults"]] == [("layout", "trian")]
+    assert "seg4k: error: training would fail: 1 fault(s), the first:" in capsys.readouterr().err
+
+
+def test_a_split_that_is_asked_for_must_hold_an_image(tmp_path):
+    made = layouts.listed(tmp_path / "set")
+    (made.root / "more.txt").write_text("zz\n")
+    status, report = check(tmp_path, "folder", made.root, "splits=more")
+    assert status == 2
+    assert "more.txt, line 1: there is no image zz" in report["faults"][0]["message"]
+    (made.root / "more.txt").write_text("zz\nb\n")
+    assert check(tmp_path, "folder", made.root, "splits=more")[0] == 0
+
+
 def test_blue_marble_is_clean(marble, tmp_path):
     status, report = check(tmp_path, "blue_marble", marble)
     assert status == 0
@@ -257,6 +299,21 @@ def test_blue_marble_is_clean(marble, tmp_path):
         (["data=folder"], "data=folder needs a folder: set data.root=FOLDER"),
         (["data=folder", "data.root=/nowhere"], "The data folder /nowhere does not exist"),
         (["threads=0", "data.root=."], "threads=0: give a whole number from 1 up"),
+        (
+            ["splits=[]", "data.root=."],
+            "splits=[]: give a list of splits, such as [train,val], or null for all",
+        ),
+        (["splits=[1]", "data.root=."], "splits=[1]: give a list of splits"),
+        (["output=2024", "data.root=."], "output is 2024; give a path, one that looks like a number with ./"),
+        (["output=null", "data.root=."], "output is None; give a path."),
+        (
+            ["data.root=2024"],
+            "data.root is 2024; give a path, one that looks like a number with ./ before it",
+        ),
+        (
+            ["data=geotiff", "data.root=.", "data.cache=disk"],
+            "data.cache=disk has no effect with data=geotiff",
+        ),
         (["data.image_sise=3"], "data.image_sise: no such key. Did you mean data.image_size"),
         (["data=citiscapes"], "cityscapes"),
     ],

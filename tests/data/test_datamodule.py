@@ -1,6 +1,7 @@
 import itertools
 import pickle
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -8,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
 from seg4k.data.build import build_datamodule
-from seg4k.data.images import read_image, read_mask
+from seg4k.data.images import WrongDepthError, read_image, read_mask
 from seg4k.errors import UserError
 
 from .conftest import write, write_classes
@@ -172,6 +173,16 @@ def test_a_damaged_image_ends_the_epoch_with_its_name_alone(make_folder, workers
     path = root / "images/train/train4.png"
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(UserError, match=r"^\S*train4\.png cannot be decoded .* remove the file\.$"):
+        epoch_of(datamodule)
+
+
+def test_a_mistake_of_another_kind_ends_it_with_its_name_alone_too(make_folder):
+    root = make_folder(train=6)
+    datamodule = build(root, num_workers=1)
+    datamodule.setup("fit")
+    deep = cv2.imencode(".tif", np.ones((40, 56), np.float32))[1].tobytes()
+    (root / "images/train/train4.png").write_bytes(deep)
+    with pytest.raises(WrongDepthError, match=r"^\S*train4\.png holds float32 values; save .* channel\.$"):
         epoch_of(datamodule)
 
 

@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -77,9 +78,37 @@ def test_a_set_of_each_format_is_read_as_it_was_written(tmp_path, name):
     batch = next(iter(data.train_dataloader()))
     assert batch["image"].shape == (2, channels, 16, 16)
     assert batch["mask"].dtype == torch.int64
-    assert load_format(name).splits(made.root)[:1] == ["train"] or "val" in load_format(name).splits(
-        made.root
-    )
+    assert load_format(name).splits(made.root) == ["train", "val"]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("folder", "geotiff")])
+def test_grey_images_of_public_sets_are_repeated_to_three_channels(tmp_path, name):
+    made = LAYOUTS[name](tmp_path)
+    layouts.picture(made.image, 0, channels=1)  # the first, which says nothing of the others
+    data = build(name, made.root)
+    assert data.in_channels == 3
+    image = data.tile_dataset("train")[0]["image"].numpy()
+    np.testing.assert_array_equal(image, np.repeat(read_image(made.image).transpose(2, 0, 1), 3, axis=0))
+    assert {batch["image"].shape for batch in data.train_dataloader()} == {(2, 3, 16, 16)}
+
+
+@pytest.mark.parametrize("name", ["folder", "geotiff"])
+def test_grey_images_of_own_sets_are_repeated_where_three_channels_are_set(tmp_path, name):
+    made = LAYOUTS[name](tmp_path)
+    pixels = np.random.default_rng(0).integers(1, 255, (*SIZE, 3), np.uint8)
+    other = made.image.with_stem("b")
+    for path, content in ((made.image, pixels[:, :, :1]), (other, pixels), (made.val_image, pixels)):
+        layouts.geotiff(path, content)  # OpenCV goes by the content
+    data = build(name, made.root, in_channels=3)
+    dataset = data.tile_dataset("train")
+    np.testing.assert_array_equal(dataset[0]["image"].numpy(), pixels[:, :, [0, 0, 0]].transpose(2, 0, 1))
+    np.testing.assert_array_equal(dataset[1]["image"].numpy(), pixels.transpose(2, 0, 1))
+    with pytest.raises(UserError, match=r"b.* has 3 channels where 1 are .* set data.in_channels=3, which"):
+        list(build(name, made.root).train_dataloader())
+    layouts.geotiff(made.image, pixels[:, :, :1].astype(np.uint16))
+    layouts.geotiff(other, pixels.astype(np.uint16))
+    with pytest.raises(UserError, match="has 1 channels where 3 are"):
+        list(build(name, made.root, in_channels=3).train_dataloader())
 
 
 def test_lists_name_the_images_of_a_folder(tmp_path):
@@ -95,6 +124,27 @@ def test_lists_name_the_images_of_a_folder(tmp_path):
         build("folder", tmp_path).setup()
     (tmp_path / "train.txt").write_text("\n")
     with pytest.raises(UserError, match=r"train.txt is empty; write the name of one image a line"):
+        build("folder", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["folder", "geotiff"])
+def test_notes_beside_the_folders_are_no_split(tmp_path, name):
+    made = LAYOUTS[name](tmp_path)
+    (tmp_path / "README.txt").write_text("These are our images\nof 2024\n")
+    assert load_format(name).splits(tmp_path) == ["train", "val"]
+    build(name, made.root).setup()
+    for kind in ("images", "masks"):
+        shutil.rmtree(tmp_path / kind / "train")
+    assert build(name, made.root).in_channels == (5 if name == "geotiff" else 3)  # to evaluate on val
+
+
+def test_notes_beside_the_lists_are_no_split(tmp_path):
+    layouts.listed(tmp_path)
+    (tmp_path / "README.txt").write_bytes("Größe der Bilder\n".encode("latin-1"))
+    (tmp_path / "more.txt").write_text("b\n")
+    assert load_format("folder").splits(tmp_path) == ["more", "train", "val"]
+    (tmp_path / "train.txt").write_text("These are our images\n")
+    with pytest.raises(UserError, match=r"train.txt, line 1: there is no image These .*; correct the line"):
         build("folder", tmp_path)
 
 
@@ -174,6 +224,23 @@ def test_without_data_the_label_is_ignored(tmp_path):
     assert (mask[:, :10] == 255).all()
     assert (mask[5] == 255).all()
     np.testing.assert_array_equal(np.delete(mask, 5, 0)[:, 10:], np.delete(labels, 5, 0)[:, 10:])
+
+
+def test_without_data_values_need_no_class(tmp_path):
+    """Of classes whose first value no mask of 8 bits can hold, and where all of a scene is without data."""
+    made = LAYOUTS["geotiff"](tmp_path)
+    classes = [{"name": "far", "ids": [1000, 0]}, {"name": "b", "ids": 1}, {"name": "c", "ids": 2}]
+    (tmp_path / "classes.json").write_text(json.dumps({"classes": classes}))
+    pixels = np.ones((*SIZE, 3), np.uint8)
+    pixels[:4] = 0
+    layouts.geotiff(made.image, pixels, nodata=0)
+    layouts.geotiff(made.mask, np.maximum(made.raw, 77 * (pixels[:, :, 0] == 0)).astype(np.uint8))
+    layouts.geotiff(made.image.with_stem("b"), 0 * pixels, nodata=0)
+    first, second = (build("geotiff", made.root).tile_dataset("train")[i]["mask"].numpy() for i in (0, 1))
+    np.testing.assert_array_equal(first[4:], made.raw[4:])
+    assert (first[:4] == 255).all()
+    assert (second == 255).all()
+    assert first.dtype == second.dtype == np.uint8
 
 
 def test_a_scene_is_read_by_windows(tmp_path, monkeypatch):

@@ -130,6 +130,24 @@ def test_grey_masks_of_few_bits_give_labels(tmp_path, bits):
     np.testing.assert_array_equal(read_mask(tmp_path / "mask.png"), labels)
 
 
+@pytest.mark.parametrize("compression", [None, "group4", "tiff_lzw"])
+def test_tiff_masks_of_one_bit_give_labels(tmp_path, compression):
+    labels = np.random.default_rng(0).integers(0, 2, (9, 13), np.uint8)
+    Image.fromarray(labels.astype(bool)).save(tmp_path / "mask.tif", compression=compression)
+    np.testing.assert_array_equal(read_mask(tmp_path / "mask.tif"), labels)
+    Image.fromarray(255 * labels).save(tmp_path / "mask.tif")  # of 8 bits: labels 0 and 255
+    np.testing.assert_array_equal(read_mask(tmp_path / "mask.tif"), 255 * labels)
+
+
+def test_masks_with_a_palette_may_be_larger_than_pillow_opens(tmp_path, monkeypatch):
+    labels = np.random.default_rng(0).integers(0, 21, (30, 41), dtype=np.uint8)
+    image = Image.fromarray(labels)
+    image.putpalette([9] * 768)
+    image.save(tmp_path / "voc.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    np.testing.assert_array_equal(read_mask(tmp_path / "voc.png"), labels)
+
+
 def test_masks_with_a_palette_give_indices_not_colours(tmp_path):
     labels = np.random.default_rng(0).integers(0, 21, (30, 41), dtype=np.uint8)
     labels[0] = 255

@@ -7,6 +7,7 @@ from seg4k.data.labels import Labelling
 
 LAYOUT = "images/{training,validation}/*.jpg and annotations/{training,validation}/*.png"
 WINDOWED = False
+CHANNELS = 3
 _FOLDERS = {"train": "training", "val": "validation"}
 
 

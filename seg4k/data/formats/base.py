@@ -58,10 +58,12 @@ class Format(Protocol):
     Attributes:
         LAYOUT: the files that make up a data set, in words.
         WINDOWED: whether files are read by windows instead of as a whole.
+        CHANNELS: of the images; 3 of public photographs, of which a few are grey. None: the first one tells.
     """
 
     LAYOUT: str
     WINDOWED: bool
+    CHANNELS: int | None
 
     def labelling(self, root: Path) -> Labelling:
         """The classes and what masks say of them."""

@@ -8,6 +8,7 @@ from seg4k.errors import UserError
 
 LAYOUT = "leftImg8bit/{train,val}/CITY/*_leftImg8bit.png and gtFine/{train,val}/CITY/*_gtFine_labelIds.png"
 WINDOWED = False
+CHANNELS = 3
 _IMAGE, _MASK = "_leftImg8bit", "_gtFine_labelIds"
 
 

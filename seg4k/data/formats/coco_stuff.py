@@ -7,6 +7,7 @@ from seg4k.data.labels import Labelling
 
 LAYOUT = "{train,val}2017/*.jpg (or in images/) and stuffthingmaps/{train,val}2017/*.png (or in annotations/)"
 WINDOWED = False
+CHANNELS = 3
 _IMAGES = (".", "images")
 _MASKS = ("stuffthingmaps", "stuffthingmaps_trainval2017", "annotations")
 

@@ -12,6 +12,7 @@ LAYOUT = (
     "images/train, images/val, masks/train, masks/val (or images, masks, train.txt, val.txt) and classes.json"
 )
 WINDOWED = False
+CHANNELS = None
 CLASS_FILES = ("classes.json", "classes.csv", "classes.txt")
 
 
@@ -22,10 +23,11 @@ def labelling(root: Path) -> Labelling:
 
 
 def splits(root: Path) -> list[str]:
-    """Those with a list, or else those with a folder of images."""
-    listed = [path.stem for path in sorted(root.glob("*.txt")) if path.name not in CLASS_FILES]
+    """Those with a folder of images, where train or val has one; or else those with a list."""
     folders = [path.name for path in sorted((root / "images").glob("*")) if path.is_dir()]
-    return [name for name in listed if name not in folders] or folders
+    if {"train", "val"} & set(folders):
+        return folders
+    return [path.stem for path in sorted(root.glob("*.txt")) if _is_list(root, path)] or folders
 
 
 def listing(root: Path, split: str, suffixes: Sequence[str] = SUFFIXES) -> Listing:
@@ -46,6 +48,16 @@ def listing(root: Path, split: str, suffixes: Sequence[str] = SUFFIXES) -> Listi
         by_name(root / "masks" / split, LAYOUT, masks),
         lambda name: root / "masks" / split / f"{name}{masks[0]}",
     )
+
+
+def _is_list(root: Path, path: Path) -> bool:
+    """Whether a file is the list of a split rather than a class file or notes: it names an image."""
+    if path.stem in ("train", "val"):
+        return True
+    try:
+        return path.name not in CLASS_FILES and bool(listing(root, path.stem).images)
+    except UserError:
+        return False
 
 
 def _below(folder: Path, suffixes: Sequence[str]) -> dict[str, Path]:

@@ -10,6 +10,7 @@ LAYOUT = (
     "images/train, images/val, masks/train and masks/val with .tif files of the same names, and classes.json"
 )
 WINDOWED = True
+CHANNELS = None
 
 labelling = folder.labelling
 splits = folder.splits

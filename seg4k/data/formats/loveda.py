@@ -8,6 +8,7 @@ from seg4k.errors import UserError
 
 LAYOUT = "{Train,Val}/{Urban,Rural}/images_png/*.png and {Train,Val}/{Urban,Rural}/masks_png/*.png"
 WINDOWED = False
+CHANNELS = 3
 _SCENES = ("Rural", "Urban")
 
 

@@ -13,6 +13,7 @@ LAYOUT = (
     "or those of v1.2"
 )
 WINDOWED = False
+CHANNELS = 3
 _FOLDERS = {"train": "training", "val": "validation", "test": "testing"}
 # The newer taxonomy first; the release of 2017 has its labels straight below the split.
 _VERSIONS = (

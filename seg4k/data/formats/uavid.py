@@ -8,6 +8,7 @@ from seg4k.errors import UserError
 
 LAYOUT = "uavid_{train,val}/seqN/Images/*.png and uavid_{train,val}/seqN/Labels/*.png"
 WINDOWED = False
+CHANNELS = 3
 
 
 def labelling(root: Path) -> Labelling:

@@ -7,6 +7,7 @@ from seg4k.data.labels import Labelling
 
 LAYOUT = "JPEGImages/*.jpg, SegmentationClass/*.png and ImageSets/Segmentation/{train,val}.txt"
 WINDOWED = False
+CHANNELS = 3
 
 
 def labelling(root: Path) -> Labelling:
