@@ -104,7 +104,9 @@ def data_settings(given: Mapping[str, Any], trained: Mapping[str, Any]) -> dict[
         chosen["name"] = trained["name"]
     else:
         chosen = dict(given)
-    # What concerns training crops alone must not stand in the way.
+    # What concerns training alone must not stand in the way.
+    if "cache" in chosen:
+        chosen["cache"] = "none"
     return {**chosen, "rare_crop_share": 0.0, "rare_classes": [], "augment": None}
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 import seg4k
 from seg4k.data.build import build_datamodule
-from seg4k.data.images import Image, list_images, read_image
+from seg4k.data.images import Image, grey_to_rgb, list_images, read_image
 from seg4k.data.samples import to_sample
 from seg4k.data.scenes import Window, crop, read_window
+from seg4k.data.settings import as_path
 from seg4k.errors import UserError
 from seg4k.files import atomic_path, write_json
 from seg4k.inference.evaluate import data_settings
@@ -117,7 +118,7 @@ def _targets(output: str | None) -> tuple[Path | None, Path | None, Path | None]
     """The paths of the ONNX file, the torch.export file and the report; None for what is not asked for."""
     if not output:
         raise UserError("output must be set: a folder (model.onnx and model.pt2), FILE.onnx or FILE.pt2")
-    path = Path(str(output))
+    path = as_path("output", output)
     if path.suffix == ".onnx":
         return path, None, None
     if path.suffix == ".pt2":
@@ -247,6 +248,8 @@ def _images(segmenter: Segmenter, source: str | None, shapes: list[tuple[int, in
     for number in range(count):
         # Spread over the diagonal, so that a few images, or one large one, give different windows.
         array = _window(segmenter, source, number, (number + 0.5) / count, wanted)
+        if segmenter.takes_grey(array):
+            array = grey_to_rgb(array)
         if array.shape[2] != segmenter.in_channels:
             raise UserError(
                 f"the images have {array.shape[2]} channels where the checkpoint takes "
@@ -267,7 +270,7 @@ def _window(
         return Window(top, left, *size)
 
     if source is not None:
-        paths = list_images(str(source))
+        paths = list_images(source)
         array = read_image(paths[number % len(paths)])
         return crop(array, window(array.shape))
     try:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from seg4k.data.images import Image, read_image
+from seg4k.data.images import Image, grey_to_rgb, read_image
 from seg4k.data.rasters import Raster, RasterWriter, open_raster, read_raster, read_small
 from seg4k.data.scenes import Window
 from seg4k.errors import UserError
@@ -145,6 +145,8 @@ def predict_array(
         UserError: where the image is damaged or has other channels than the model takes.
     """
     image = read_image(image_path)
+    if predictor.segmenter.takes_grey(image):
+        image = grey_to_rgb(image)
     _check_channels(image_path, image.shape[2], predictor.segmenter)
     classes, options = predictor.segmenter.classes, predictor.options
     size = image.shape[:2]

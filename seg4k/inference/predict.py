@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from seg4k.data.images import list_images
+from seg4k.data.settings import as_path
 from seg4k.errors import UserError
 from seg4k.files import write_json
 from seg4k.inference.one_image import Options, Predictor, predict_array, predict_raster
@@ -40,7 +41,7 @@ def run(config: Mapping[str, Any]) -> int:
     options = _options(config)
     if not config["input"] or not config["output"]:
         raise UserError("set input=FOLDER or input=FILE, and output=FOLDER")
-    source, output = Path(str(config["input"])), Path(str(config["output"]))
+    source, output = as_path("input", config["input"]), as_path("output", config["output"])
     jobs = _jobs(list_images(source), source, output)
     segmenter = load_segmenter(config["checkpoint"], config["accelerator"], config["precision"])
     settings = _settings(config, segmenter)
@@ -123,7 +124,7 @@ def _jobs(images: list[Path], source: Path, output: Path) -> list[Job]:
 
 def _settings(config: Mapping[str, Any], segmenter: Segmenter) -> dict[str, Any]:
     keys = ("window", "overlap", "flips", "scales", "overlays", "probabilities")
-    checkpoint = Path(str(config["checkpoint"]))
+    checkpoint = Path(config["checkpoint"])
     with checkpoint.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {

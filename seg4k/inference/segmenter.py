@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from seg4k.data.classes import ClassTable
+from seg4k.data.images import Image
+from seg4k.data.settings import as_path
 from seg4k.errors import UserError
 from seg4k.losses.strips import predict_strips
 from seg4k.models.vit_unet import ViTUNet
@@ -41,6 +44,10 @@ class Segmenter:
     def in_channels(self) -> int:
         """Channels of the images that it takes."""
         return len(self.model.encoder.mean)
+
+    def takes_grey(self, image: Image) -> bool:
+        """Whether an image (H, W, C) is a grey one to repeat to three channels, as training does."""
+        return self.in_channels == 3 and image.shape[2] == 1 and image.dtype == np.uint8
 
     @torch.inference_mode()
     def labels(self, image: Tensor) -> Tensor:
@@ -87,7 +94,7 @@ def load_segmenter(
     if precision is not None and precision not in DTYPES:
         raise UserError(f"precision={precision}: choose one of {', '.join(DTYPES)}")
     device = choose_device(accelerator)
-    trained = load_model(str(checkpoint))
+    trained = load_model(as_path("checkpoint", checkpoint))
     if precision is None:
         precision = trained.config["precision"] if trained.config["precision"] in DTYPES else "fp32"
     return Segmenter(

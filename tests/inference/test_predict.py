@@ -125,18 +125,18 @@ def test_images_may_lie_below_the_output(checkpoint, images, capsys):
 
 def test_a_damaged_file_is_reported_and_the_rest_done(checkpoint, images, tmp_path, capsys):
     (images / "a.png").write_bytes((images / "a.png").read_bytes()[:300])
-    cv2.imwrite(str(images / "grey.png"), np.zeros((20, 20), np.uint8))
+    cv2.imwrite(str(images / "clear.png"), np.zeros((20, 20, 4), np.uint8))
     output = tmp_path / "out"
     assert predict(checkpoint, images, output) == 2
     error = capsys.readouterr().err
     assert "2 of 4 images could not be predicted" in error
     assert "a.png cannot be decoded" in error
-    assert "grey.png has 1 channels, but the checkpoint takes 3" in error
+    assert "clear.png has 4 channels, but the checkpoint takes 3" in error
     assert list(masks(output)) == ["b.png", "sub/c.png"]
     failed = json.loads((output / "predict.json").read_text())["failed"]
-    assert [entry["image"] for entry in failed] == [str(images / "a.png"), str(images / "grey.png")]
+    assert [entry["image"] for entry in failed] == [str(images / "a.png"), str(images / "clear.png")]
     # Mended, the same command does what is left.
-    (images / "grey.png").unlink()
+    (images / "clear.png").unlink()
     cv2.imwrite(str(images / "a.png"), np.zeros((48, 72, 3), np.uint8))
     assert predict(checkpoint, images, output) == 0
     assert list(masks(output)) == ["a.png", "b.png", "sub/c.png"]
@@ -160,6 +160,17 @@ def test_windows_agree_with_the_whole_and_probabilities_with_the_masks(checkpoin
     options = ("flips=[horizontal,vertical]", "scales=[0.75,1.0]", "window=whole")
     assert predict(checkpoint, big, tmp_path / "tta", *options) == 0
     assert (masks(tmp_path / "tta")["big.png"] == whole).mean() > 0.6
+
+
+def test_a_grey_photograph_is_seen_as_three_equal_channels(checkpoint, images, tmp_path):
+    grey = cv2.imread(str(images / "a.png"), cv2.IMREAD_GRAYSCALE)
+    folder = tmp_path / "both"
+    folder.mkdir()
+    cv2.imwrite(str(folder / "one.png"), grey)
+    cv2.imwrite(str(folder / "three.png"), np.stack([grey] * 3, 2))
+    assert predict(checkpoint, folder, tmp_path / "out") == 0
+    found = masks(tmp_path / "out")
+    np.testing.assert_array_equal(found["one.png"], found["three.png"])
 
 
 def test_same_stems_keep_their_suffix(checkpoint, images, tmp_path):
@@ -235,14 +246,12 @@ def test_the_limit_of_a_container_counts(tmp_path):
     assert _free_of_the_container(tmp_path) == [450, 800]
 
 
-def test_a_model_trained_in_fp64_and_names_that_are_numbers(checkpoint, images, tmp_path, monkeypatch):
+def test_a_model_trained_in_fp64_is_used_in_fp32(checkpoint, images, tmp_path):
     content = torch.load(checkpoint, weights_only=False)
     content["seg4k"]["config"]["precision"] = "fp64"
-    monkeypatch.chdir(tmp_path)
-    torch.save(content, "1")
-    images.rename("2024")
-    assert predict("1", "2024", "3") == 0
-    assert json.loads((tmp_path / "3" / "predict.json").read_text())["precision"] == "fp32"
+    torch.save(content, tmp_path / "fp64.ckpt")
+    assert predict(tmp_path / "fp64.ckpt", images, tmp_path / "out") == 0
+    assert json.loads((tmp_path / "out" / "predict.json").read_text())["precision"] == "fp32"
 
 
 @pytest.mark.parametrize(
@@ -252,6 +261,9 @@ def test_a_model_trained_in_fp64_and_names_that_are_numbers(checkpoint, images, 
         (["input=/none"], "set input=FOLDER"),
         (["input=/none", "output=o"], "/none: no such file or folder"),
         (["input={images}", "output=o"], "checkpoint must be set"),
+        (["input={images}", "output=2024"], "output is 2024; give a path"),
+        (["input=2024", "output=o"], "input is 2024; give a path"),
+        (["input={images}", "output=o", "checkpoint=1"], "checkpoint is 1; give a path"),
         (["input={images}", "output=o", "window=half"], "window=half: give auto, whole, or [height, width]"),
         (["input={images}", "output=o", "window=[0,5]"], "window=[0, 5]"),
         (["input={images}", "output=o", "overlap=1"], "overlap=1: give a number from 0 to 0.9"),
