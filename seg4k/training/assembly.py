@@ -19,7 +19,7 @@ from seg4k.losses.build import build_loss, strip_options
 from seg4k.models.vit_unet import ViTUNet, build_model
 from seg4k.training.agreement import decided_by_the_first
 from seg4k.training.callbacks import MemoryWatch, ProgressBar, ProgressLines, Stopwatch
-from seg4k.training.checkpoints import AtomicCheckpointIO, Checkpoints
+from seg4k.training.checkpoints import AtomicCheckpointIO, Checkpoints, check_fits
 from seg4k.training.compilation import compile_segments
 from seg4k.training.interruption import Interruption
 from seg4k.training.launch import Job
@@ -117,6 +117,8 @@ def prepare(
     model = build_model(
         config["model"], num_classes=len(classes), image_size=image_size, in_channels=data.in_channels
     )
+    if found is not None:
+        check_fits(model, found[1], found[0])
     if config["precision"] == "fp64":
         model.double()  # before it is sharded; the other precisions keep fp32 weights
     if config["strategy"].get("sync_batchnorm"):

@@ -20,12 +20,13 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
 
 from seg4k.errors import UserError
 from seg4k.files import atomic_path
 from seg4k.training.interruption import Interruption
 from seg4k.training.module import SegmentationModule
-from seg4k.training.weights import read_checkpoint
+from seg4k.training.weights import PREFIX, read_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # What may differ between a run and the one that goes on with it without changing the result beyond rounding.
 _FREE = ("resume", "name", "logger", "sweep", "speed", "activation_checkpointing", "compile", "device")
+# What may not: weights or optimizer state of the one would not fit the other.
+_FIXED = ("optimizer.name", "model.encoder.name", "model.encoder.frozen", "model.decoder", "model.head")
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -172,7 +175,7 @@ def find_checkpoint(config: Mapping[str, Any], directory: Path) -> tuple[Path, d
 
     Raises:
         UserError: the named file cannot be read; with `none`, the directory holds those of an unfinished run;
-            with `auto`, all that it holds are damaged.
+            with `auto`, all that it holds are damaged; it is of another model or optimizer.
     """
     resume, folder = str(config["resume"]), directory / FOLDER
     unfinished = step_checkpoints(folder)
@@ -188,7 +191,7 @@ def find_checkpoint(config: Mapping[str, Any], directory: Path) -> tuple[Path, d
         content = read_checkpoint(path)
         if "optimizer_states" not in content:
             raise UserError(f"resume={path}: holds weights only; use it as model weights, not to go on from")
-        _warn_of_differences(content["seg4k"]["config"], config, path)
+        _look_at_differences(content["seg4k"]["config"], config, path)
         return path, content
     for path in [*folder.glob("last.ckpt"), *unfinished]:
         try:
@@ -197,7 +200,7 @@ def find_checkpoint(config: Mapping[str, Any], directory: Path) -> tuple[Path, d
         except (UserError, OSError, zipfile.BadZipFile) as error:
             logger.warning("%s is damaged and passed over for the one before (%s)", path, error)
             continue
-        _warn_of_differences(content["seg4k"]["config"], config, path)
+        _look_at_differences(content["seg4k"]["config"], config, path)
         return path, content
     if unfinished:
         raise UserError(f"resume=auto: every checkpoint in {folder} is damaged; remove them to begin anew")
@@ -226,7 +229,21 @@ def _check_whole(path: Path) -> None:
         raise zipfile.BadZipFile(f"checksum of {broken}")
 
 
-def _warn_of_differences(before: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
+def _look_at_differences(before: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
+    """Warn of settings that change the result.
+
+    Raises:
+        UserError: of those that what the checkpoint holds would not fit.
+    """
+    for key in _FIXED:
+        there, here = _nested(before, key), _nested(now, key)
+        if there is not None and here is not None and there != here:
+            raise UserError(
+                f"{path} was trained with {_as_overrides(key, there)}, and this run has "
+                f"{_as_overrides(key, here)}: its weights or the state of its optimizer "
+                "do not fit. Set it to what it was to go on, or begin anew with resume=none and another "
+                "hydra.run.dir"
+            )
     differing = sorted(
         f"{group}.{key}" if isinstance(now.get(group), Mapping) else group
         for group in {*before, *now} - set(_FREE)
@@ -240,6 +257,41 @@ def _warn_of_differences(before: Mapping[str, Any], now: Mapping[str, Any], path
             path,
             ", ".join(differing),
         )
+
+
+def check_fits(model: nn.Module, content: Mapping[str, Any], path: Path) -> None:
+    """Refuse to go on from weights of other shapes.
+
+    Args:
+        model: the segmenter of this run.
+        content: of the checkpoint.
+        path: of the checkpoint, for the message.
+
+    Raises:
+        UserError: naming the first that does not fit, and what shapes depend on.
+    """
+    saved = content["state_dict"]
+    for name, value in model.state_dict().items():
+        there = saved.get(PREFIX + name, value)
+        if there.shape != value.shape:
+            raise UserError(
+                f"{path}: {name} is {tuple(there.shape)} there and {tuple(value.shape)} in this run. "
+                "Give the number of classes (data), data.image_size and the channels of the images as they "
+                "were to go on, or begin anew with resume=none and another hydra.run.dir"
+            )
+
+
+def _nested(config: Mapping[str, Any], key: str) -> Any:  # noqa: ANN401 - any plain value
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _as_overrides(key: str, value: Any) -> str:  # noqa: ANN401 - any plain value
+    if isinstance(value, Mapping):
+        return " ".join(_as_overrides(f"{key}.{name}", entry) for name, entry in value.items())
+    return f"{key}={value}".replace(" ", "")
 
 
 def _entry(config: Mapping[str, Any], group: str, key: str | None) -> Any:  # noqa: ANN401 - any plain value

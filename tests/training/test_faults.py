@@ -13,6 +13,7 @@ from seg4k.errors import UserError
 from seg4k.training.checkpoints import find_checkpoint
 from seg4k.training.metrics_csv import MetricsCsv
 from seg4k.training.train import train
+from seg4k.training.weights import read_checkpoint
 from tests.helpers import make_folder, smoke
 from tests.training.runs import TWO, card, children, first_step, run, start, weights_hash
 
@@ -245,6 +246,72 @@ def test_going_on_with_other_settings_is_said(stopped, caplog):
     config, directory = stopped
     train({**config, "optimizer": {**config["optimizer"], "lr": 0.5}}, directory, "")
     assert "other values of optimizer.lr" in caplog.text
+
+
+@pytest.fixture(scope="module", params=["adamw", "sgd", "adamw_8bit"])
+def complete(request, root, tmp_path_factory):
+    """A run of three steps, and the overrides that made it."""
+    if request.param == "adamw_8bit":
+        pytest.importorskip("torchao")
+    overrides = (f"optimizer={request.param}", "optimizer.layer_decay=0.5", "trainer.ema_decay=0.0")
+    directory = tmp_path_factory.mktemp("complete")
+    train(smoke(root, *overrides, "trainer.max_steps=3"), directory, "")
+    return directory / "checkpoints" / "last.ckpt", overrides
+
+
+def gone_on(root, source, directory, *overrides):
+    config = smoke(root, "trainer.max_steps=6", "schedule.final_ratio=1.0", *overrides)
+    train({**config, "resume": str(source)}, directory, "")
+    return read_checkpoint(directory / "checkpoints" / "last.ckpt")
+
+
+def test_other_settings_of_the_optimizer_take_effect(root, complete, tmp_path):
+    source, overrides = complete
+    before = read_checkpoint(source)
+    rates = {
+        group["name"]: float(group["initial_lr"]) for group in before["optimizer_states"][0]["param_groups"]
+    }
+    top = max(rates.values())
+    after = gone_on(root, source, tmp_path, *overrides, "optimizer.lr=1e-12", "optimizer.weight_decay=0.9")
+    for group in after["optimizer_states"][0]["param_groups"]:
+        assert float(group["lr"]) == pytest.approx(
+            1e-12 * rates[group["name"]] / top
+        )  # each depth has its own
+        assert group["weight_decay"] == (0.0 if group["name"].endswith("_undecayed") else 0.9)
+    weights = [name for name in before["state_dict"] if name.endswith(("weight", "bias"))]
+    moved = [(after["state_dict"][name] - before["state_dict"][name]).abs().max() for name in weights]
+    assert max(moved) < 1e-9
+
+
+def test_so_do_betas_and_momentum(root, complete, tmp_path):
+    source, overrides = complete
+    change, key = (
+        ("optimizer.momentum=0.0", "momentum")
+        if "optimizer=sgd" in overrides
+        else ("optimizer.betas=[0.5,0.6]", "betas")
+    )
+    groups = gone_on(root, source, tmp_path, *overrides, change)["optimizer_states"][0]["param_groups"]
+    assert all(group[key] in (0.0, (0.5, 0.6)) for group in groups)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer=sgd", "optimizer.name=adamw.*optimizer.name=sgd"),
+        ("optimizer=adamw_8bit", "optimizer.name=adamw.*optimizer.name=adamw_8bit"),
+        ("model.encoder.name=vit_tiny_patch16_224", "model.encoder.name=test_vit"),
+        ("model.encoder.frozen=2", "model.encoder.frozen=none.*model.encoder.frozen=2"),
+        ("model.decoder.channels=[16,16,16,8]", r"model.decoder.channels=\[16,16,16,8\]"),
+        ("model.decoder.norm=group", "model.decoder.norm=batch.*model.decoder.norm=group"),
+        ("model.head.stride=2", "model.head.stride=1.*model.head.stride=2"),
+        ("data.image_size=[32,64]", "data.image_size"),
+    ],
+)
+def test_what_a_checkpoint_does_not_fit_is_refused(stopped, root, tmp_path, override, message):
+    _, directory = stopped
+    source = directory / "checkpoints" / "step_00000004.ckpt"
+    with pytest.raises(UserError, match=f"{source}.*{message}.*resume=none"):
+        train({**smoke(root, override), "resume": str(source)}, tmp_path / "other", "")
 
 
 def test_a_named_checkpoint_is_gone_on_from(stopped, tmp_path):
