@@ -3,7 +3,8 @@
 `checkpoints/step_NNNNNNNN.ckpt` are written every `trainer.checkpoint_every_steps` optimizer steps, before
 each validation and when the run is told to end; each holds all that training needs to go on to the bit.
 `best.ckpt` is the one with the best validation mIoU so far, `last.ckpt` the one of the last step, once the
-run is complete.
+run is complete. A run that goes on from an older one renames what lies beyond it to `left_...`, until it is
+complete itself.
 """
 
 import errno
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
 KEPT = 2
+LEFT = "left_"  # before the names of those that a run went on without
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # What may differ between a run and the one that goes on with it without changing the result beyond rounding.
@@ -104,6 +106,8 @@ class Checkpoints(Callback):
         if trainer.is_global_zero:
             for path in self.folder.glob(".*.ckpt*"):  # half written when the run was killed
                 path.unlink(missing_ok=True)
+            if self.resumed_step is not None:
+                self._leave_those_beyond(self.resumed_step)
         step = trainer.global_step
         if self.resumed_step is None or step == 0 or step % self.val_every_steps or step >= self.max_steps:
             return
@@ -149,11 +153,28 @@ class Checkpoints(Callback):
         """Name the checkpoint of the last step `last.ckpt` and remove the others; in one process only."""
         if self._path(step).is_file():
             self._path(step).replace(self.folder / "last.ckpt")
-        for path in step_checkpoints(self.folder):
+        for path in [*step_checkpoints(self.folder), *self.folder.glob(f"{LEFT}*.ckpt")]:
             path.unlink()
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}.ckpt"
+
+    def _leave_those_beyond(self, step: int) -> None:
+        """Rename checkpoints of later steps: those that this run writes are its newest."""
+        last = self.folder / "last.ckpt"
+        beyond = [path for path in step_checkpoints(self.folder) if _step_of(path) > step]
+        if last.is_file() and _step_inside(last) > step:
+            beyond.append(last)
+        for path in beyond:
+            path.replace(path.with_name(f"{LEFT}{path.name}"))
+            logger.warning(
+                "%s lies beyond step %d, from which the run goes on: renamed to %s%s, to be removed when the "
+                "run is complete",
+                path,
+                step,
+                LEFT,
+                path.name,
+            )
 
     def _prune(self) -> None:
         for path in step_checkpoints(self.folder)[KEPT:]:
@@ -162,7 +183,7 @@ class Checkpoints(Callback):
 
 def step_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of single steps, the newest first."""
-    return sorted(folder.glob("step_*.ckpt"), reverse=True)
+    return sorted(folder.glob(f"step_{'[0-9]' * 8}.ckpt"), reverse=True)
 
 
 def find_checkpoint(config: Mapping[str, Any], directory: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -193,16 +214,18 @@ def find_checkpoint(config: Mapping[str, Any], directory: Path) -> tuple[Path, d
             raise UserError(f"resume={path}: holds weights only; use it as model weights, not to go on from")
         _look_at_differences(content["seg4k"]["config"], config, path)
         return path, content
-    for path in [*folder.glob("last.ckpt"), *unfinished]:
-        try:
-            _check_whole(path)
-            content = read_checkpoint(path)
-        except (UserError, OSError, zipfile.BadZipFile) as error:
-            logger.warning("%s is damaged and passed over for the one before (%s)", path, error)
-            continue
-        _look_at_differences(content["seg4k"]["config"], config, path)
-        return path, content
-    if unfinished:
+    last = folder / "last.ckpt"
+    complete = _whole(last) if last.is_file() else None
+    steps = {path: _step_of(path) for path in unfinished}
+    if complete is not None:
+        steps = {last: complete["global_step"], **steps}
+    # By their steps: a run that was complete may have been given more of them, and begun to do them.
+    for path in sorted(steps, key=steps.__getitem__, reverse=True):
+        whole = complete if path == last else _whole(path)
+        if whole is not None:
+            _look_at_differences(whole["seg4k"]["config"], config, path)
+            return path, whole
+    if unfinished or last.is_file():
         raise UserError(f"resume=auto: every checkpoint in {folder} is damaged; remove them to begin anew")
     return None
 
@@ -219,6 +242,29 @@ def check_run_directory(config: Mapping[str, Any], directory: Path) -> None:
             f"resume=auto: the run directory {directory} has the time of this start as its name, so the next "
             "start would not find it; give one, such as hydra.run.dir=outputs/my_run, with each start"
         )
+
+
+def _whole(path: Path) -> dict[str, Any] | None:
+    """The content of a checkpoint; None, with a warning, where it is damaged."""
+    try:
+        _check_whole(path)
+        return read_checkpoint(path)
+    except (UserError, OSError, zipfile.BadZipFile) as error:
+        logger.warning("%s is damaged and passed over for the one before (%s)", path, error)
+        return None
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step_"))
+
+
+def _step_inside(path: Path) -> float:
+    """The step of a checkpoint by what it holds; beyond all others where it cannot be read."""
+    try:
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return int(content["global_step"])
+    except Exception:  # unpickling has errors of many kinds
+        return math.inf
 
 
 def _check_whole(path: Path) -> None:

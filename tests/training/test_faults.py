@@ -1,5 +1,6 @@
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -186,23 +187,28 @@ def test_a_full_disk_is_told_and_leaves_the_last_checkpoint(root, tmp_path):
     assert find_checkpoint({**smoke(root), "resume": "auto"}, tmp_path / "run")
 
 
+def stop_at(monkeypatch, at, kind=RuntimeError):
+    """Make training fail once `at` optimizer steps are done."""
+    from seg4k.training.module import SegmentationModule
+
+    step = SegmentationModule.training_step
+
+    def fail(self, batch, index):
+        if self.trainer.global_step == at:
+            raise kind("a fault")
+        return step(self, batch, index)
+
+    monkeypatch.setattr(SegmentationModule, "training_step", fail)
+
+
 @pytest.fixture
 def stopped(root, tmp_path, monkeypatch):
     """A run that failed after step 5, with checkpoints of steps 2 and 4."""
     config = smoke(
         root, "trainer.max_steps=8", "trainer.checkpoint_every_steps=2", "trainer.val_every_steps=8"
     )
-    from seg4k.training.module import SegmentationModule
-
-    step = SegmentationModule.training_step
-
-    def fail(self, batch, index):
-        if self.trainer.global_step == 5:
-            raise RuntimeError("a fault")
-        return step(self, batch, index)
-
     with monkeypatch.context() as patch:
-        patch.setattr(SegmentationModule, "training_step", fail)
+        stop_at(patch, 5)
         with pytest.raises(RuntimeError, match="a fault"):
             train(config, tmp_path / "run", "")
     return {**config, "resume": "auto"}, tmp_path / "run"
@@ -234,6 +240,54 @@ def test_when_all_are_damaged_nothing_is_begun_anew_unasked(stopped):
         truncate(path)
     with pytest.raises(UserError, match="every checkpoint"):
         train(config, directory, "")
+
+
+def test_nor_where_the_damaged_one_is_that_of_a_complete_run(root, tmp_path):
+    config = smoke(root)
+    train(config, tmp_path, "")
+    truncate(tmp_path / "checkpoints" / "last.ckpt")
+    with pytest.raises(UserError, match="every checkpoint"):
+        train({**config, "resume": "auto"}, tmp_path, "")
+
+
+def names(directory):
+    return sorted(path.name for path in (directory / "checkpoints").iterdir())
+
+
+def test_a_run_that_was_given_more_steps_goes_on_from_its_newest(root, tmp_path, monkeypatch):
+    rhythm = ("trainer.checkpoint_every_steps=2", "trainer.val_every_steps=20")
+    train(smoke(root, *rhythm, "trainer.max_steps=3"), tmp_path, "")
+    longer = {**smoke(root, *rhythm, "trainer.max_steps=12"), "resume": "auto"}
+    with monkeypatch.context() as patch:
+        stop_at(patch, 7)
+        with pytest.raises(RuntimeError, match="a fault"):
+            train(longer, tmp_path, "")
+    assert names(tmp_path) == ["best.ckpt", "last.ckpt", "step_00000004.ckpt", "step_00000006.ckpt"]
+    assert find_checkpoint(longer, tmp_path)[0].name == "step_00000006.ckpt"
+    flip_a_bit(tmp_path / "checkpoints" / "step_00000006.ckpt")
+    truncate(tmp_path / "checkpoints" / "step_00000004.ckpt")
+    assert find_checkpoint(longer, tmp_path)[0].name == "last.ckpt"
+
+
+def test_later_checkpoints_do_not_displace_those_of_a_run_that_went_back(stopped, monkeypatch):
+    config, directory = stopped
+    source = directory / "second.ckpt"
+    shutil.copy(directory / "checkpoints" / "step_00000002.ckpt", source)
+    often = {**config["trainer"], "checkpoint_every_steps": 1}
+
+    def go_back():
+        with monkeypatch.context() as patch:
+            stop_at(patch, 3)
+            with pytest.raises(RuntimeError, match="a fault"):
+                train({**config, "resume": str(source), "trainer": often}, directory, "")
+        assert find_checkpoint(config, directory)[0].name == "step_00000003.ckpt"
+
+    go_back()
+    assert names(directory) == ["left_step_00000004.ckpt", "step_00000002.ckpt", "step_00000003.ckpt"]
+    train(config, directory, "")
+    assert names(directory) == ["best.ckpt", "last.ckpt"]
+    go_back()  # the end of the complete run is no longer where to go on
+    assert names(directory) == ["best.ckpt", "left_last.ckpt", "step_00000003.ckpt"]
 
 
 def test_an_unfinished_run_is_not_overwritten(stopped):
