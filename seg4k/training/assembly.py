@@ -93,8 +93,8 @@ def prepare(
     classes = data.class_table
     resumed_step = found[1]["global_step"] if found is not None else None
     card["faults"]["resumed_from_step"] = resumed_step
-    stopwatch = Stopwatch(config["batch"]["effective"])
-    memory = MemoryWatch(stopwatch, settings["max_steps"])
+    stopwatch = Stopwatch(config["batch"]["effective"], resumed_step or 0)
+    memory = MemoryWatch(stopwatch, settings["max_steps"], resumed_step or 0)
     checkpoints = Checkpoints(
         directory,
         every_steps=settings["checkpoint_every_steps"],

@@ -11,6 +11,7 @@ import torch
 
 from seg4k.data.sampling import epoch_order, scene_order
 from seg4k.errors import UserError
+from seg4k.training.callbacks import MemoryWatch, Stopwatch
 from seg4k.training.checkpoints import find_checkpoint
 from seg4k.training.metrics_csv import MetricsCsv
 from seg4k.training.train import train
@@ -375,6 +376,27 @@ def test_a_named_checkpoint_is_gone_on_from(stopped, tmp_path):
     assert result["faults"]["resumed_from_step"] == 2
     with pytest.raises(UserError, match="no such file"):
         train({**config, "resume": str(tmp_path / "nowhere.ckpt")}, tmp_path / "third", "")
+
+
+@pytest.mark.parametrize(("steps", "timed"), [(12, True), (6, False), (5, False)])
+def test_a_run_that_went_on_is_measured_as_any_other(stopped, steps, timed):
+    config, directory = stopped
+    settings = {**config["trainer"], "max_steps": steps, "val_every_steps": 12}
+    result = train({**config, "trainer": settings}, directory, "")
+    assert result["faults"]["resumed_from_step"] == 4
+    memory, speed = result["memory"], result["throughput"]
+    assert memory["peak_bytes"] > memory["static_bytes"] > 0
+    assert sum(memory["breakdown"].values()) == memory["peak_bytes"]
+    assert (speed["step_seconds_median"] is not None) == timed
+
+
+def test_its_first_steps_are_its_warm_up():
+    stopwatch = Stopwatch(1, resumed_step=20)
+    memory = MemoryWatch(stopwatch, max_steps=40, resumed_step=20)
+    assert stopwatch.warm == 23
+    assert memory.measured == range(23, 25)
+    assert stopwatch.skipped == {24, 25}
+    assert MemoryWatch(stopwatch, max_steps=21, resumed_step=20).measured.start == 20
 
 
 def test_a_run_directory_named_by_the_time_is_never_found_again(root, tmp_path):
