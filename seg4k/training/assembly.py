@@ -18,7 +18,7 @@ from seg4k.errors import UserError
 from seg4k.losses.build import build_loss, strip_options
 from seg4k.models.vit_unet import ViTUNet, build_model
 from seg4k.training.agreement import decided_by_the_first
-from seg4k.training.callbacks import MemoryWatch, ProgressBar, ProgressLines, Stopwatch
+from seg4k.training.callbacks import MemoryWatch, ProgressBar, ProgressLines, Stopwatch, WaitBegins
 from seg4k.training.checkpoints import AtomicCheckpointIO, Checkpoints, check_fits
 from seg4k.training.compilation import compile_segments
 from seg4k.training.interruption import Interruption
@@ -186,7 +186,7 @@ def make_trainer(
     ]
     if settings["ema_decay"] > 0:
         callbacks.append(EMAWeightAveraging(decay=settings["ema_decay"]))
-    callbacks.append(checkpoints)
+    callbacks += [checkpoints, WaitBegins(stopwatch)]
     return Trainer(
         max_steps=settings["max_steps"],
         max_epochs=-1,

@@ -21,8 +21,9 @@ class Stopwatch(Callback):
     """Seconds per optimizer step and the share of them spent waiting for data.
 
     The first `WARMUP_STEPS` steps of this process are left out, and the steps that the ledger measures on the
-    CPU; validation lies outside. On CUDA the device is waited for at each optimizer step, which costs nothing
-    that matters at the size of step this is for.
+    CPU; validation lies outside, and what other callbacks do after a step, such as writing checkpoints: give
+    the Trainer a `WaitBegins` as its last callback. On CUDA the device is waited for at each optimizer step,
+    which costs nothing that matters at the size of step this is for.
     """
 
     def __init__(self, samples_per_step: int, resumed_step: int = 0) -> None:
@@ -59,15 +60,18 @@ class Stopwatch(Callback):
         stepped = not trainer.fit_loop._should_accumulate()
         if stepped and module.device.type == "cuda":
             torch.cuda.synchronize(module.device)
-        now = time.perf_counter()
         assert self._mark is not None
-        self._seconds += now - self._mark
-        self._mark = now
+        self._seconds += time.perf_counter() - self._mark
+        self._mark = None
         if stepped:
             if trainer.global_step > self.warm and trainer.global_step not in self.skipped:
                 self.seconds.append(self._seconds)
                 self.waits.append(self._wait)
             self._seconds = self._wait = 0.0
+
+    def wait_begins(self) -> None:
+        """From here on the next batch is waited for."""
+        self._mark = time.perf_counter()
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Do not count validation."""
@@ -82,6 +86,24 @@ class Stopwatch(Callback):
             "warmup_steps": WARMUP_STEPS,
             "data_wait_fraction": sum(self.waits) / total if total else None,
         }
+
+
+class WaitBegins(Callback):
+    """Tells the stopwatch that all is done for a batch; to be the last callback."""
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self.stopwatch = stopwatch
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        outputs: Any,  # noqa: ANN401
+        batch: Any,  # noqa: ANN401
+        index: int,
+    ) -> None:
+        """The next thing is the next batch, or a validation."""
+        self.stopwatch.wait_begins()
 
 
 class MemoryWatch(Callback):

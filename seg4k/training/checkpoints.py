@@ -66,7 +66,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 class Checkpoints(Callback):
     """Writes checkpoints at the end of optimizer steps, and ends the run there when it is told to.
 
-    Give it to the Trainer as the last callback, so that it saves what the others hold after the step.
+    Give it to the Trainer after all callbacks that hold something, so that it saves what they hold after the
+    step.
 
     Args:
         directory: the run directory.
