@@ -65,8 +65,9 @@ def train(
     trainer: Trainer | None = None
     variables = {name: os.environ.get(name) for name in WORLD_VARIABLES}
     failed = True
+    interruption = Interruption()
     try:
-        with Interruption() as interruption:
+        with interruption:
             check_strategy(config)
             found = find_checkpoint(config, directory)
             if found is None:
@@ -76,7 +77,8 @@ def train(
                 card, failed = before, False
                 return before
             trainer, module, data = prepare(config, directory, card, job, interruption, found)
-            _fit(trainer, module, data, directory, card, found)
+            with interruption.ctrl_c():
+                _fit(trainer, module, data, directory, card, found)
             card["status"] = "completed"
             failed = False
     except BaseException as error:
@@ -92,6 +94,7 @@ def train(
         if first:
             write_card(directory, card)
         _end_processes(trainer, variables, failed=failed)
+        interruption.allow_ctrl_c()
     if trainer.is_global_zero:
         log_artifacts(trainer.loggers, directory)
         print_summary(card, module.classes, directory)
@@ -120,8 +123,6 @@ def _fit(
         card["throughput"] = stopwatch.figures()
         card["metrics"] = _metrics(module)
         card["faults"]["skipped_steps"] = module.skipped_steps
-    if trainer.interrupted:
-        raise KeyboardInterrupt
     figures = of_every_process(memory.figures(), connected=trainer.world_size > 1)
     card["memory"] |= largest_peak(figures)
     if module.validated_step != trainer.global_step:

@@ -92,6 +92,38 @@ def test_told_to_end_it_saves_says_143_and_goes_on_exactly(root, unbroken, tmp_p
     assert "nothing to do" in run(root, tmp_path / "run", "resume=auto")
 
 
+def test_ctrl_c_ends_it_with_130_and_it_goes_on_exactly(root, unbroken, tmp_path):
+    process = start(root, tmp_path / "run", "resume=auto")
+    first_step(process)
+    while not list((tmp_path / "run" / "checkpoints").glob("step_*.ckpt")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert output.endswith("seg4k: interrupted\n")
+    assert "Traceback" not in output
+    assert card(tmp_path / "run")["status"] == "interrupted"
+    assert card(tmp_path / "run")["error"] == "KeyboardInterrupt"
+    assert list((tmp_path / "run" / "checkpoints").glob("step_*.ckpt"))
+    run(root, tmp_path / "run", "resume=auto")
+    assert weights_hash(tmp_path / "run") == weights_hash(unbroken)
+
+
+@linux
+@pytest.mark.slow
+def test_ctrl_c_comes_to_every_process(root, tmp_path):
+    process = start(root, tmp_path / "run", "strategy=ddp", *TWO, "trainer.max_steps=10000")
+    first_step(process)
+    for number in (*children(process), process.pid):
+        os.kill(number, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "seg4k: interrupted" in output
+    assert "Traceback" not in output
+    assert card(tmp_path / "run")["status"] == "interrupted"
+
+
 @linux
 @pytest.mark.slow
 def test_any_process_may_be_told_to_end(root, tmp_path):

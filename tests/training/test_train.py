@@ -1,6 +1,7 @@
 import csv
 import json
 import re
+import signal
 import time
 
 import cv2
@@ -237,8 +238,10 @@ def test_an_interrupted_run_says_so(root, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("seg4k.training.module.SegmentationModule.training_step", interrupt)
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
         train(smoke(root), tmp_path, "")
+    assert signal.getsignal(signal.SIGINT) is before
     assert json.loads((tmp_path / "run_card.json").read_text())["status"] == "interrupted"
 
 
