@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from seg4k.data.datamodule import SegmentationDataModule
 from seg4k.training.agreement import leave_process_group, of_every_process
-from seg4k.training.assembly import Found, prepare
+from seg4k.training.assembly import prepare
 from seg4k.training.callbacks import MemoryWatch, Stopwatch, largest_peak
 from seg4k.training.checkpoints import Checkpoints, check_run_directory, find_checkpoint
 from seg4k.training.interruption import Interruption
@@ -77,8 +77,10 @@ def train(
                 card, failed = before, False
                 return before
             trainer, module, data = prepare(config, directory, card, job, interruption, found)
+            path = None if found is None else found[0]
+            found = None  # what it holds would stay in memory; training reads the file again
             with interruption.ctrl_c():
-                _fit(trainer, module, data, directory, card, found)
+                _fit(trainer, module, data, directory, card, path)
             card["status"] = "completed"
             failed = False
     except BaseException as error:
@@ -107,12 +109,11 @@ def _fit(
     data: SegmentationDataModule,
     directory: Path,
     card: dict[str, Any],
-    found: Found | None,
+    path: Path | None,
 ) -> None:
     """Train, validate and draw; the card is filled however it ends."""
     checkpoints = _only(trainer, Checkpoints)
     stopwatch, memory = _only(trainer, Stopwatch), _only(trainer, MemoryWatch)
-    path = None if found is None else found[0]
     try:
         trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     finally:
