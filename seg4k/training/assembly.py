@@ -18,8 +18,8 @@ from seg4k.errors import UserError
 from seg4k.losses.build import build_loss, strip_options
 from seg4k.models.vit_unet import ViTUNet, build_model
 from seg4k.training.agreement import decided_by_the_first
-from seg4k.training.callbacks import MemoryWatch, ProgressBar, ProgressLines, Stopwatch
-from seg4k.training.checkpoints import AtomicCheckpointIO, Checkpoints
+from seg4k.training.callbacks import MemoryWatch, ProgressBar, ProgressLines, Stopwatch, WaitBegins
+from seg4k.training.checkpoints import AtomicCheckpointIO, Checkpoints, check_fits
 from seg4k.training.compilation import compile_segments
 from seg4k.training.interruption import Interruption
 from seg4k.training.launch import Job
@@ -93,8 +93,8 @@ def prepare(
     classes = data.class_table
     resumed_step = found[1]["global_step"] if found is not None else None
     card["faults"]["resumed_from_step"] = resumed_step
-    stopwatch = Stopwatch(config["batch"]["effective"])
-    memory = MemoryWatch(stopwatch, settings["max_steps"])
+    stopwatch = Stopwatch(config["batch"]["effective"], resumed_step or 0)
+    memory = MemoryWatch(stopwatch, settings["max_steps"], resumed_step or 0)
     checkpoints = Checkpoints(
         directory,
         every_steps=settings["checkpoint_every_steps"],
@@ -117,6 +117,8 @@ def prepare(
     model = build_model(
         config["model"], num_classes=len(classes), image_size=image_size, in_channels=data.in_channels
     )
+    if found is not None:
+        check_fits(model, found[1], found[0])
     if config["precision"] == "fp64":
         model.double()  # before it is sharded; the other precisions keep fp32 weights
     if config["strategy"].get("sync_batchnorm"):
@@ -184,7 +186,7 @@ def make_trainer(
     ]
     if settings["ema_decay"] > 0:
         callbacks.append(EMAWeightAveraging(decay=settings["ema_decay"]))
-    callbacks.append(checkpoints)
+    callbacks += [checkpoints, WaitBegins(stopwatch)]
     return Trainer(
         max_steps=settings["max_steps"],
         max_epochs=-1,

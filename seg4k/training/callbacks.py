@@ -20,13 +20,15 @@ LEDGER_STEPS = 2
 class Stopwatch(Callback):
     """Seconds per optimizer step and the share of them spent waiting for data.
 
-    The first `WARMUP_STEPS` steps are left out, and the steps that the ledger measures on the CPU; validation
-    lies outside. On CUDA the device is waited for at each optimizer step, which costs nothing that matters at
-    the size of step this is for.
+    The first `WARMUP_STEPS` steps of this process are left out, and the steps that the ledger measures on the
+    CPU; validation lies outside, and what other callbacks do after a step, such as writing checkpoints: give
+    the Trainer a `WaitBegins` as its last callback. On CUDA the device is waited for at each optimizer step,
+    which costs nothing that matters at the size of step this is for.
     """
 
-    def __init__(self, samples_per_step: int) -> None:
+    def __init__(self, samples_per_step: int, resumed_step: int = 0) -> None:
         self.samples_per_step = samples_per_step
+        self.warm = resumed_step + WARMUP_STEPS
         self.seconds: list[float] = []
         self.waits: list[float] = []
         self.skipped: set[int] = set()
@@ -58,15 +60,18 @@ class Stopwatch(Callback):
         stepped = not trainer.fit_loop._should_accumulate()
         if stepped and module.device.type == "cuda":
             torch.cuda.synchronize(module.device)
-        now = time.perf_counter()
         assert self._mark is not None
-        self._seconds += now - self._mark
-        self._mark = now
+        self._seconds += time.perf_counter() - self._mark
+        self._mark = None
         if stepped:
-            if trainer.global_step > WARMUP_STEPS and trainer.global_step not in self.skipped:
+            if trainer.global_step > self.warm and trainer.global_step not in self.skipped:
                 self.seconds.append(self._seconds)
                 self.waits.append(self._wait)
             self._seconds = self._wait = 0.0
+
+    def wait_begins(self) -> None:
+        """From here on the next batch is waited for."""
+        self._mark = time.perf_counter()
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Do not count validation."""
@@ -83,15 +88,35 @@ class Stopwatch(Callback):
         }
 
 
+class WaitBegins(Callback):
+    """Tells the stopwatch that all is done for a batch; to be the last callback."""
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self.stopwatch = stopwatch
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        outputs: Any,  # noqa: ANN401
+        batch: Any,  # noqa: ANN401
+        index: int,
+    ) -> None:
+        """The next thing is the next batch, or a validation."""
+        self.stopwatch.wait_begins()
+
+
 class MemoryWatch(Callback):
     """Drives the ledger: on CUDA over the whole run, on the CPU over `LEDGER_STEPS` steps after warm-up.
 
-    A run too short for a warm-up is measured on its first steps.
+    A run too short for a warm-up, or one that goes on with too few steps left, is measured on the first ones
+    that it does.
     """
 
-    def __init__(self, stopwatch: Stopwatch, max_steps: int) -> None:
+    def __init__(self, stopwatch: Stopwatch, max_steps: int, resumed_step: int = 0) -> None:
         self.stopwatch = stopwatch
-        self.first = min(WARMUP_STEPS, max(0, max_steps - LEDGER_STEPS))
+        self.resumed_step = resumed_step
+        self.first = resumed_step + min(WARMUP_STEPS, max(0, max_steps - resumed_step - LEDGER_STEPS))
         self.measured = range(self.first, self.first + LEDGER_STEPS)
         stopwatch.skipped.update(step + 1 for step in self.measured)
         self.ledger: Ledger | None = None
@@ -123,7 +148,7 @@ class MemoryWatch(Callback):
         The optimizer has its state by then, and its gradients live on until the next step's backward.
         """
         assert self.ledger is not None
-        if self.static_bytes is None and trainer.global_step > 0:
+        if self.static_bytes is None and trainer.global_step > self.resumed_step:
             self.static_bytes = static_bytes([module], trainer.optimizers)
             parameters = storage_bytes([*module.parameters(), *module.buffers()])
             gradients = sum(

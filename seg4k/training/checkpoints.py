@@ -3,7 +3,8 @@
 `checkpoints/step_NNNNNNNN.ckpt` are written every `trainer.checkpoint_every_steps` optimizer steps, before
 each validation and when the run is told to end; each holds all that training needs to go on to the bit.
 `best.ckpt` is the one with the best validation mIoU so far, `last.ckpt` the one of the last step, once the
-run is complete.
+run is complete. A run that goes on from an older one renames what lies beyond it to `left_...`, until it is
+complete itself.
 """
 
 import errno
@@ -20,21 +21,25 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
 
 from seg4k.errors import UserError
 from seg4k.files import atomic_path
 from seg4k.training.interruption import Interruption
 from seg4k.training.module import SegmentationModule
-from seg4k.training.weights import read_checkpoint
+from seg4k.training.weights import PREFIX, read_checkpoint
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
 KEPT = 2
+LEFT = "left_"  # before the names of those that a run went on without
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # What may differ between a run and the one that goes on with it without changing the result beyond rounding.
 _FREE = ("resume", "name", "logger", "sweep", "speed", "activation_checkpointing", "compile", "device")
+# What may not: weights or optimizer state of the one would not fit the other.
+_FIXED = ("optimizer.name", "model.encoder.name", "model.encoder.frozen", "model.decoder", "model.head")
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -61,7 +66,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 class Checkpoints(Callback):
     """Writes checkpoints at the end of optimizer steps, and ends the run there when it is told to.
 
-    Give it to the Trainer as the last callback, so that it saves what the others hold after the step.
+    Give it to the Trainer after all callbacks that hold something, so that it saves what they hold after the
+    step.
 
     Args:
         directory: the run directory.
@@ -101,6 +107,8 @@ class Checkpoints(Callback):
         if trainer.is_global_zero:
             for path in self.folder.glob(".*.ckpt*"):  # half written when the run was killed
                 path.unlink(missing_ok=True)
+            if self.resumed_step is not None:
+                self._leave_those_beyond(self.resumed_step)
         step = trainer.global_step
         if self.resumed_step is None or step == 0 or step % self.val_every_steps or step >= self.max_steps:
             return
@@ -146,11 +154,28 @@ class Checkpoints(Callback):
         """Name the checkpoint of the last step `last.ckpt` and remove the others; in one process only."""
         if self._path(step).is_file():
             self._path(step).replace(self.folder / "last.ckpt")
-        for path in step_checkpoints(self.folder):
+        for path in [*step_checkpoints(self.folder), *self.folder.glob(f"{LEFT}*.ckpt")]:
             path.unlink()
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}.ckpt"
+
+    def _leave_those_beyond(self, step: int) -> None:
+        """Rename checkpoints of later steps: those that this run writes are its newest."""
+        last = self.folder / "last.ckpt"
+        beyond = [path for path in step_checkpoints(self.folder) if _step_of(path) > step]
+        if last.is_file() and _step_inside(last) > step:
+            beyond.append(last)
+        for path in beyond:
+            path.replace(path.with_name(f"{LEFT}{path.name}"))
+            logger.warning(
+                "%s lies beyond step %d, from which the run goes on: renamed to %s%s, to be removed when the "
+                "run is complete",
+                path,
+                step,
+                LEFT,
+                path.name,
+            )
 
     def _prune(self) -> None:
         for path in step_checkpoints(self.folder)[KEPT:]:
@@ -159,7 +184,7 @@ class Checkpoints(Callback):
 
 def step_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of single steps, the newest first."""
-    return sorted(folder.glob("step_*.ckpt"), reverse=True)
+    return sorted(folder.glob(f"step_{'[0-9]' * 8}.ckpt"), reverse=True)
 
 
 def find_checkpoint(config: Mapping[str, Any], directory: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -172,7 +197,7 @@ def find_checkpoint(config: Mapping[str, Any], directory: Path) -> tuple[Path, d
 
     Raises:
         UserError: the named file cannot be read; with `none`, the directory holds those of an unfinished run;
-            with `auto`, all that it holds are damaged.
+            with `auto`, all that it holds are damaged; it is of another model or optimizer.
     """
     resume, folder = str(config["resume"]), directory / FOLDER
     unfinished = step_checkpoints(folder)
@@ -188,18 +213,20 @@ def find_checkpoint(config: Mapping[str, Any], directory: Path) -> tuple[Path, d
         content = read_checkpoint(path)
         if "optimizer_states" not in content:
             raise UserError(f"resume={path}: holds weights only; use it as model weights, not to go on from")
-        _warn_of_differences(content["seg4k"]["config"], config, path)
+        _look_at_differences(content["seg4k"]["config"], config, path)
         return path, content
-    for path in [*folder.glob("last.ckpt"), *unfinished]:
-        try:
-            _check_whole(path)
-            content = read_checkpoint(path)
-        except (UserError, OSError, zipfile.BadZipFile) as error:
-            logger.warning("%s is damaged and passed over for the one before (%s)", path, error)
-            continue
-        _warn_of_differences(content["seg4k"]["config"], config, path)
-        return path, content
-    if unfinished:
+    last = folder / "last.ckpt"
+    complete = _whole(last) if last.is_file() else None
+    steps = {path: _step_of(path) for path in unfinished}
+    if complete is not None:
+        steps = {last: complete["global_step"], **steps}
+    # By their steps: a run that was complete may have been given more of them, and begun to do them.
+    for path in sorted(steps, key=steps.__getitem__, reverse=True):
+        whole = complete if path == last else _whole(path)
+        if whole is not None:
+            _look_at_differences(whole["seg4k"]["config"], config, path)
+            return path, whole
+    if unfinished or last.is_file():
         raise UserError(f"resume=auto: every checkpoint in {folder} is damaged; remove them to begin anew")
     return None
 
@@ -218,6 +245,29 @@ def check_run_directory(config: Mapping[str, Any], directory: Path) -> None:
         )
 
 
+def _whole(path: Path) -> dict[str, Any] | None:
+    """The content of a checkpoint; None, with a warning, where it is damaged."""
+    try:
+        _check_whole(path)
+        return read_checkpoint(path)
+    except (UserError, OSError, zipfile.BadZipFile) as error:
+        logger.warning("%s is damaged and passed over for the one before (%s)", path, error)
+        return None
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step_"))
+
+
+def _step_inside(path: Path) -> float:
+    """The step of a checkpoint by what it holds; beyond all others where it cannot be read."""
+    try:
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return int(content["global_step"])
+    except Exception:  # unpickling has errors of many kinds
+        return math.inf
+
+
 def _check_whole(path: Path) -> None:
     """Compare every part of a checkpoint with its checksum; torch's own reader looks at lengths only."""
     with zipfile.ZipFile(path) as archive:
@@ -226,7 +276,21 @@ def _check_whole(path: Path) -> None:
         raise zipfile.BadZipFile(f"checksum of {broken}")
 
 
-def _warn_of_differences(before: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
+def _look_at_differences(before: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
+    """Warn of settings that change the result.
+
+    Raises:
+        UserError: of those that what the checkpoint holds would not fit.
+    """
+    for key in _FIXED:
+        there, here = _nested(before, key), _nested(now, key)
+        if there is not None and here is not None and there != here:
+            raise UserError(
+                f"{path} was trained with {_as_overrides(key, there)}, and this run has "
+                f"{_as_overrides(key, here)}: its weights or the state of its optimizer "
+                "do not fit. Set it to what it was to go on, or begin anew with resume=none and another "
+                "hydra.run.dir"
+            )
     differing = sorted(
         f"{group}.{key}" if isinstance(now.get(group), Mapping) else group
         for group in {*before, *now} - set(_FREE)
@@ -240,6 +304,41 @@ def _warn_of_differences(before: Mapping[str, Any], now: Mapping[str, Any], path
             path,
             ", ".join(differing),
         )
+
+
+def check_fits(model: nn.Module, content: Mapping[str, Any], path: Path) -> None:
+    """Refuse to go on from weights of other shapes.
+
+    Args:
+        model: the segmenter of this run.
+        content: of the checkpoint.
+        path: of the checkpoint, for the message.
+
+    Raises:
+        UserError: naming the first that does not fit, and what shapes depend on.
+    """
+    saved = content["state_dict"]
+    for name, value in model.state_dict().items():
+        there = saved.get(PREFIX + name, value)
+        if there.shape != value.shape:
+            raise UserError(
+                f"{path}: {name} is {tuple(there.shape)} there and {tuple(value.shape)} in this run. "
+                "Give the number of classes (data), data.image_size and the channels of the images as they "
+                "were to go on, or begin anew with resume=none and another hydra.run.dir"
+            )
+
+
+def _nested(config: Mapping[str, Any], key: str) -> Any:  # noqa: ANN401 - any plain value
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _as_overrides(key: str, value: Any) -> str:  # noqa: ANN401 - any plain value
+    if isinstance(value, Mapping):
+        return " ".join(_as_overrides(f"{key}.{name}", entry) for name, entry in value.items())
+    return f"{key}={value}".replace(" ", "")
 
 
 def _entry(config: Mapping[str, Any], group: str, key: str | None) -> Any:  # noqa: ANN401 - any plain value

@@ -4,10 +4,14 @@ The signal is noted, and the processes agree on it at the end of an optimizer st
 a validation. They write a checkpoint and end with status 143, which is 128 + SIGTERM: schedulers take it for
 "ended by the signal", and `resume=auto` with the same run directory goes on from there. Before training has
 begun there is nothing to save, and the process ends at once.
+
+Ctrl-C (SIGINT) ends a run at once, in the middle of a step: the checkpoints that are there stay.
 """
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -36,6 +40,7 @@ class Interruption(Callback):
         self.received: int | None = None
         self.deferred = False
         self._before: dict[int, Any] = {}
+        self._ctrl_c = signal.getsignal(signal.SIGINT)
 
     def __enter__(self) -> "Interruption":
         if threading.current_thread() is threading.main_thread():
@@ -48,6 +53,21 @@ class Interruption(Callback):
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def ctrl_c(self) -> Iterator[None]:
+        """Let KeyboardInterrupt through, of which Lightning makes an exit with status 1."""
+        try:
+            yield
+        except SystemExit as error:
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise KeyboardInterrupt from None
+            raise
+
+    def allow_ctrl_c(self) -> None:
+        """Undo that Lightning ignores Ctrl-C for good, once it has come; when the run has cleaned up."""
+        if threading.current_thread() is threading.main_thread() and self._ctrl_c is not None:
+            signal.signal(signal.SIGINT, self._ctrl_c)
 
     def _install(self) -> None:
         for number in self._before:

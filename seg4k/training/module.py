@@ -23,7 +23,13 @@ from seg4k.training.global_batch import (
     finish_gradients,
     running_statistics,
 )
-from seg4k.training.optimizers import build_optimizer, schedule, state_in_model_order
+from seg4k.training.optimizers import (
+    apply_group_settings,
+    build_optimizer,
+    group_settings,
+    schedule,
+    state_in_model_order,
+)
 from seg4k.training.randomness import seed_micro_batch
 
 logger = logging.getLogger(__name__)
@@ -82,6 +88,8 @@ class SegmentationModule(LightningModule):
     """
 
     stop_requested: Callable[[], bool] = staticmethod(lambda: False)
+    _scheduler: torch.optim.lr_scheduler.LambdaLR
+    _settings: list[dict[str, Any]]  # of the optimizer's groups, before a state is loaded
 
     def __init__(
         self,
@@ -226,13 +234,16 @@ class SegmentationModule(LightningModule):
         """The optimizer, and its schedule counted in optimizer steps."""
         optimizer = build_optimizer(self.optimizer_config, self.model.parameters_by_depth())
         factor = schedule(self.schedule_config, self.trainer.max_steps)
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        self._settings = group_settings(optimizer)
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {
-                "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
-                "interval": "step",
-            },
+            "lr_scheduler": {"scheduler": self._scheduler, "interval": "step"},
         }
+
+    def on_train_start(self) -> None:
+        """Go on with the settings of this run, not with those that the checkpoint's optimizer had."""
+        apply_group_settings(self.trainer.optimizers[0], self._scheduler, self._settings)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what the file needs to load with nothing else."""

@@ -1,11 +1,13 @@
 """Optimizers with layer-wise learning-rate decay, and the schedule over optimizer steps."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from seg4k.errors import UserError
 from seg4k.training.eight_bit import adamw_8bit
@@ -98,6 +100,37 @@ def state_in_model_order(
             for group in state["param_groups"]
         ],
     }
+
+
+def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """A copy of what each group is set to: all but its parameters and the rate of the moment."""
+    return [
+        deepcopy({key: value for key, value in group.items() if key not in ("params", "lr")})
+        for group in optimizer.param_groups
+    ]
+
+
+def apply_group_settings(
+    optimizer: torch.optim.Optimizer, scheduler: LambdaLR, settings: Sequence[Mapping[str, Any]]
+) -> None:
+    """Set the groups and the base rates of the schedule to `settings`, and the rates to what follows.
+
+    A state that was loaded has brought those of the run that saved it. Where these are the same, no bit
+    changes.
+
+    Args:
+        optimizer: its groups are those that the settings were taken from.
+        scheduler: of the optimizer, at the step to go on from.
+        settings: see `group_settings`; taken when the schedule was there, which adds `initial_lr`.
+    """
+    scheduler.base_lrs = [deepcopy(one["initial_lr"]) for one in settings]
+    for group, one, factor in zip(optimizer.param_groups, settings, scheduler.lr_lambdas, strict=True):
+        group.update(deepcopy(dict(one)))
+        rate = one["initial_lr"] * factor(scheduler.last_epoch)
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def schedule(config: Mapping[str, Any], max_steps: int) -> Callable[[int], float]:

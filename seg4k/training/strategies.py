@@ -74,21 +74,20 @@ class FSDP(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:  # noqa: ANN401
         """Load weights and what optimizers keep.
 
-        An optimizer that keeps nothing (SGD without momentum) has settings only, and those torch does not
-        load into a sharded model: it asks the tensors that it finds for their device.
+        An optimizer that keeps nothing (SGD without momentum, now or in the run that saved) has settings
+        only, which the module has by itself. torch does not load them into a sharded model: it asks the
+        tensors that it finds for their device.
         """
         optimizers = self.optimizers
-        with_state = all(group.get("momentum", 1.0) for one in optimizers for group in one.param_groups)
-        if with_state:
+        saved = torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=True)
+        kept = all(one["state"] for one in saved["optimizer_states"])
+        if kept and all(group.get("momentum", 1.0) for one in optimizers for group in one.param_groups):
             return super().load_checkpoint(checkpoint_path, weights_only)
         self.optimizers = []
         try:
             content = super().load_checkpoint(checkpoint_path, weights_only)
         finally:
             self.optimizers = optimizers
-        for optimizer, saved in zip(optimizers, content["optimizer_states"], strict=True):
-            for group, settings in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-                group.update({key: value for key, value in settings.items() if key != "params"})
         return content
 
 

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from seg4k.data.datamodule import SegmentationDataModule
 from seg4k.training.agreement import leave_process_group, of_every_process
-from seg4k.training.assembly import Found, prepare
+from seg4k.training.assembly import prepare
 from seg4k.training.callbacks import MemoryWatch, Stopwatch, largest_peak
 from seg4k.training.checkpoints import Checkpoints, check_run_directory, find_checkpoint
 from seg4k.training.interruption import Interruption
@@ -65,8 +65,9 @@ def train(
     trainer: Trainer | None = None
     variables = {name: os.environ.get(name) for name in WORLD_VARIABLES}
     failed = True
+    interruption = Interruption()
     try:
-        with Interruption() as interruption:
+        with interruption:
             check_strategy(config)
             found = find_checkpoint(config, directory)
             if found is None:
@@ -76,7 +77,10 @@ def train(
                 card, failed = before, False
                 return before
             trainer, module, data = prepare(config, directory, card, job, interruption, found)
-            _fit(trainer, module, data, directory, card, found)
+            path = None if found is None else found[0]
+            found = None  # what it holds would stay in memory; training reads the file again
+            with interruption.ctrl_c():
+                _fit(trainer, module, data, directory, card, path)
             card["status"] = "completed"
             failed = False
     except BaseException as error:
@@ -92,6 +96,7 @@ def train(
         if first:
             write_card(directory, card)
         _end_processes(trainer, variables, failed=failed)
+        interruption.allow_ctrl_c()
     if trainer.is_global_zero:
         log_artifacts(trainer.loggers, directory)
         print_summary(card, module.classes, directory)
@@ -104,12 +109,11 @@ def _fit(
     data: SegmentationDataModule,
     directory: Path,
     card: dict[str, Any],
-    found: Found | None,
+    path: Path | None,
 ) -> None:
     """Train, validate and draw; the card is filled however it ends."""
     checkpoints = _only(trainer, Checkpoints)
     stopwatch, memory = _only(trainer, Stopwatch), _only(trainer, MemoryWatch)
-    path = None if found is None else found[0]
     try:
         trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     finally:
@@ -120,8 +124,6 @@ def _fit(
         card["throughput"] = stopwatch.figures()
         card["metrics"] = _metrics(module)
         card["faults"]["skipped_steps"] = module.skipped_steps
-    if trainer.interrupted:
-        raise KeyboardInterrupt
     figures = of_every_process(memory.figures(), connected=trainer.world_size > 1)
     card["memory"] |= largest_peak(figures)
     if module.validated_step != trainer.global_step:

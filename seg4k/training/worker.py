@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from seg4k.training.launch import end_with_parent
 
 def main() -> int:
     """Run the job and return the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to all; the first process ends this one
     job = json.load(sys.stdin)
     end_with_parent(job["parent"])
     logging.basicConfig(level=logging.WARNING)

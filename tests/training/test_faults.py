@@ -1,5 +1,6 @@
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -10,9 +11,11 @@ import torch
 
 from seg4k.data.sampling import epoch_order, scene_order
 from seg4k.errors import UserError
+from seg4k.training.callbacks import MemoryWatch, Stopwatch
 from seg4k.training.checkpoints import find_checkpoint
 from seg4k.training.metrics_csv import MetricsCsv
 from seg4k.training.train import train
+from seg4k.training.weights import read_checkpoint
 from tests.helpers import make_folder, smoke
 from tests.training.runs import TWO, card, children, first_step, run, start, weights_hash
 
@@ -87,6 +90,38 @@ def test_told_to_end_it_saves_says_143_and_goes_on_exactly(root, unbroken, tmp_p
     assert weights_hash(tmp_path / "run") == weights_hash(unbroken)
     assert (tmp_path / "run" / "metrics.csv").read_text() == (unbroken / "metrics.csv").read_text()
     assert "nothing to do" in run(root, tmp_path / "run", "resume=auto")
+
+
+def test_ctrl_c_ends_it_with_130_and_it_goes_on_exactly(root, unbroken, tmp_path):
+    process = start(root, tmp_path / "run", "resume=auto")
+    first_step(process)
+    while not list((tmp_path / "run" / "checkpoints").glob("step_*.ckpt")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert output.endswith("seg4k: interrupted\n")
+    assert "Traceback" not in output
+    assert card(tmp_path / "run")["status"] == "interrupted"
+    assert card(tmp_path / "run")["error"] == "KeyboardInterrupt"
+    assert list((tmp_path / "run" / "checkpoints").glob("step_*.ckpt"))
+    run(root, tmp_path / "run", "resume=auto")
+    assert weights_hash(tmp_path / "run") == weights_hash(unbroken)
+
+
+@linux
+@pytest.mark.slow
+def test_ctrl_c_comes_to_every_process(root, tmp_path):
+    process = start(root, tmp_path / "run", "strategy=ddp", *TWO, "trainer.max_steps=10000")
+    first_step(process)
+    for number in (*children(process), process.pid):
+        os.kill(number, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "seg4k: interrupted" in output
+    assert "Traceback" not in output
+    assert card(tmp_path / "run")["status"] == "interrupted"
 
 
 @linux
@@ -185,23 +220,28 @@ def test_a_full_disk_is_told_and_leaves_the_last_checkpoint(root, tmp_path):
     assert find_checkpoint({**smoke(root), "resume": "auto"}, tmp_path / "run")
 
 
+def stop_at(monkeypatch, at, kind=RuntimeError):
+    """Make training fail once `at` optimizer steps are done."""
+    from seg4k.training.module import SegmentationModule
+
+    step = SegmentationModule.training_step
+
+    def fail(self, batch, index):
+        if self.trainer.global_step == at:
+            raise kind("a fault")
+        return step(self, batch, index)
+
+    monkeypatch.setattr(SegmentationModule, "training_step", fail)
+
+
 @pytest.fixture
 def stopped(root, tmp_path, monkeypatch):
     """A run that failed after step 5, with checkpoints of steps 2 and 4."""
     config = smoke(
         root, "trainer.max_steps=8", "trainer.checkpoint_every_steps=2", "trainer.val_every_steps=8"
     )
-    from seg4k.training.module import SegmentationModule
-
-    step = SegmentationModule.training_step
-
-    def fail(self, batch, index):
-        if self.trainer.global_step == 5:
-            raise RuntimeError("a fault")
-        return step(self, batch, index)
-
     with monkeypatch.context() as patch:
-        patch.setattr(SegmentationModule, "training_step", fail)
+        stop_at(patch, 5)
         with pytest.raises(RuntimeError, match="a fault"):
             train(config, tmp_path / "run", "")
     return {**config, "resume": "auto"}, tmp_path / "run"
@@ -235,6 +275,54 @@ def test_when_all_are_damaged_nothing_is_begun_anew_unasked(stopped):
         train(config, directory, "")
 
 
+def test_nor_where_the_damaged_one_is_that_of_a_complete_run(root, tmp_path):
+    config = smoke(root)
+    train(config, tmp_path, "")
+    truncate(tmp_path / "checkpoints" / "last.ckpt")
+    with pytest.raises(UserError, match="every checkpoint"):
+        train({**config, "resume": "auto"}, tmp_path, "")
+
+
+def names(directory):
+    return sorted(path.name for path in (directory / "checkpoints").iterdir())
+
+
+def test_a_run_that_was_given_more_steps_goes_on_from_its_newest(root, tmp_path, monkeypatch):
+    rhythm = ("trainer.checkpoint_every_steps=2", "trainer.val_every_steps=20")
+    train(smoke(root, *rhythm, "trainer.max_steps=3"), tmp_path, "")
+    longer = {**smoke(root, *rhythm, "trainer.max_steps=12"), "resume": "auto"}
+    with monkeypatch.context() as patch:
+        stop_at(patch, 7)
+        with pytest.raises(RuntimeError, match="a fault"):
+            train(longer, tmp_path, "")
+    assert names(tmp_path) == ["best.ckpt", "last.ckpt", "step_00000004.ckpt", "step_00000006.ckpt"]
+    assert find_checkpoint(longer, tmp_path)[0].name == "step_00000006.ckpt"
+    flip_a_bit(tmp_path / "checkpoints" / "step_00000006.ckpt")
+    truncate(tmp_path / "checkpoints" / "step_00000004.ckpt")
+    assert find_checkpoint(longer, tmp_path)[0].name == "last.ckpt"
+
+
+def test_later_checkpoints_do_not_displace_those_of_a_run_that_went_back(stopped, monkeypatch):
+    config, directory = stopped
+    source = directory / "second.ckpt"
+    shutil.copy(directory / "checkpoints" / "step_00000002.ckpt", source)
+    often = {**config["trainer"], "checkpoint_every_steps": 1}
+
+    def go_back():
+        with monkeypatch.context() as patch:
+            stop_at(patch, 3)
+            with pytest.raises(RuntimeError, match="a fault"):
+                train({**config, "resume": str(source), "trainer": often}, directory, "")
+        assert find_checkpoint(config, directory)[0].name == "step_00000003.ckpt"
+
+    go_back()
+    assert names(directory) == ["left_step_00000004.ckpt", "step_00000002.ckpt", "step_00000003.ckpt"]
+    train(config, directory, "")
+    assert names(directory) == ["best.ckpt", "last.ckpt"]
+    go_back()  # the end of the complete run is no longer where to go on
+    assert names(directory) == ["best.ckpt", "left_last.ckpt", "step_00000003.ckpt"]
+
+
 def test_an_unfinished_run_is_not_overwritten(stopped):
     config, directory = stopped
     with pytest.raises(UserError, match="resume=auto, or remove them"):
@@ -247,6 +335,71 @@ def test_going_on_with_other_settings_is_said(stopped, caplog):
     assert "other values of optimizer.lr" in caplog.text
 
 
+@pytest.fixture(scope="module", params=["adamw", "sgd", "adamw_8bit"])
+def complete(request, root, tmp_path_factory):
+    """A run of three steps, and the overrides that made it."""
+    if request.param == "adamw_8bit":
+        pytest.importorskip("torchao")
+    overrides = (f"optimizer={request.param}", "optimizer.layer_decay=0.5", "trainer.ema_decay=0.0")
+    directory = tmp_path_factory.mktemp("complete")
+    train(smoke(root, *overrides, "trainer.max_steps=3"), directory, "")
+    return directory / "checkpoints" / "last.ckpt", overrides
+
+
+def gone_on(root, source, directory, *overrides):
+    config = smoke(root, "trainer.max_steps=6", "schedule.final_ratio=1.0", *overrides)
+    train({**config, "resume": str(source)}, directory, "")
+    return read_checkpoint(directory / "checkpoints" / "last.ckpt")
+
+
+def test_other_settings_of_the_optimizer_take_effect(root, complete, tmp_path):
+    source, overrides = complete
+    before = read_checkpoint(source)
+    rates = {
+        group["name"]: float(group["initial_lr"]) for group in before["optimizer_states"][0]["param_groups"]
+    }
+    top = max(rates.values())
+    after = gone_on(root, source, tmp_path, *overrides, "optimizer.lr=1e-12", "optimizer.weight_decay=0.9")
+    for group in after["optimizer_states"][0]["param_groups"]:
+        rate = 1e-12 * rates[group["name"]] / top  # each depth has its own
+        assert float(group["lr"]) == pytest.approx(rate, rel=1e-5, abs=0.0)
+        assert group["weight_decay"] == (0.0 if group["name"].endswith("_undecayed") else 0.9)
+    weights = [name for name in before["state_dict"] if name.endswith(("weight", "bias"))]
+    moved = [(after["state_dict"][name] - before["state_dict"][name]).abs().max() for name in weights]
+    assert max(moved) < 1e-9
+
+
+def test_so_do_betas_and_momentum(root, complete, tmp_path):
+    source, overrides = complete
+    change, key = (
+        ("optimizer.momentum=0.0", "momentum")
+        if "optimizer=sgd" in overrides
+        else ("optimizer.betas=[0.5,0.6]", "betas")
+    )
+    groups = gone_on(root, source, tmp_path, *overrides, change)["optimizer_states"][0]["param_groups"]
+    assert all(group[key] in (0.0, (0.5, 0.6)) for group in groups)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer=sgd", "optimizer.name=adamw.*optimizer.name=sgd"),
+        ("optimizer=adamw_8bit", "optimizer.name=adamw.*optimizer.name=adamw_8bit"),
+        ("model.encoder.name=vit_tiny_patch16_224", "model.encoder.name=test_vit"),
+        ("model.encoder.frozen=2", "model.encoder.frozen=none.*model.encoder.frozen=2"),
+        ("model.decoder.channels=[16,16,16,8]", r"model.decoder.channels=\[16,16,16,8\]"),
+        ("model.decoder.norm=group", "model.decoder.norm=batch.*model.decoder.norm=group"),
+        ("model.head.stride=2", "model.head.stride=1.*model.head.stride=2"),
+        ("data.image_size=[32,64]", "data.image_size"),
+    ],
+)
+def test_what_a_checkpoint_does_not_fit_is_refused(stopped, root, tmp_path, override, message):
+    _, directory = stopped
+    source = directory / "checkpoints" / "step_00000004.ckpt"
+    with pytest.raises(UserError, match=f"{source}.*{message}.*resume=none"):
+        train({**smoke(root, override), "resume": str(source)}, tmp_path / "other", "")
+
+
 def test_a_named_checkpoint_is_gone_on_from(stopped, tmp_path):
     config, directory = stopped
     path = directory / "checkpoints" / "step_00000002.ckpt"
@@ -254,6 +407,28 @@ def test_a_named_checkpoint_is_gone_on_from(stopped, tmp_path):
     assert result["faults"]["resumed_from_step"] == 2
     with pytest.raises(UserError, match="no such file"):
         train({**config, "resume": str(tmp_path / "nowhere.ckpt")}, tmp_path / "third", "")
+
+
+@pytest.mark.parametrize(("steps", "timed"), [(12, True), (7, False)])
+def test_a_run_that_went_on_is_measured_as_any_other(root, tmp_path, steps, timed):
+    first = train(smoke(root, "trainer.max_steps=6", "trainer.val_every_steps=12"), tmp_path, "")
+    config = smoke(root, f"trainer.max_steps={steps}", "trainer.val_every_steps=12")
+    result = train({**config, "resume": "auto"}, tmp_path, "")
+    assert result["faults"]["resumed_from_step"] == 6
+    memory, speed = result["memory"], result["throughput"]
+    assert sum(memory["breakdown"].values()) == memory["peak_bytes"]
+    assert memory["static_bytes"] == first["memory"]["static_bytes"]
+    assert memory["peak_bytes"] == pytest.approx(first["memory"]["peak_bytes"], rel=0.1)
+    assert (speed["step_seconds_median"] is not None) == timed
+
+
+def test_its_first_steps_are_its_warm_up():
+    stopwatch = Stopwatch(1, resumed_step=20)
+    memory = MemoryWatch(stopwatch, max_steps=40, resumed_step=20)
+    assert stopwatch.warm == 23
+    assert memory.measured == range(23, 25)
+    assert stopwatch.skipped == {24, 25}
+    assert MemoryWatch(stopwatch, max_steps=21, resumed_step=20).measured.start == 20
 
 
 def test_a_run_directory_named_by_the_time_is_never_found_again(root, tmp_path):

@@ -15,7 +15,7 @@ from seg4k.models.vit_unet import build_model
 from seg4k.training.global_batch import running_statistics
 from seg4k.training.strategies import check_strategy
 from seg4k.training.train import train
-from seg4k.training.weights import load_model
+from seg4k.training.weights import load_model, read_checkpoint
 from tests.helpers import make_folder, smoke
 from tests.training.runs import ROOT, card, last_weights, weights_hash
 
@@ -212,6 +212,22 @@ def test_fsdp_goes_on_with_an_optimizer_that_keeps_nothing(root, tmp_path):
     source = tmp_path / "single" / "checkpoints" / "last.ckpt"
     train({**smoke(root, *single, "trainer.max_steps=4"), "resume": str(source)}, tmp_path / "same", "")
     assert difference(last_weights(tmp_path / "then"), last_weights(tmp_path / "same")) < 1e-11
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_fsdp_goes_on_with_other_settings(root, tmp_path, optimizer):
+    shape = (*COMMON, *SHAPES["fsdp, 2 x 2"], "trainer.ema_decay=0.0", f"optimizer={optimizer}")
+    none = ["optimizer.momentum=0.0"] if optimizer == "sgd" else []
+    train(smoke(root, *shape, *none, "trainer.max_steps=2"), tmp_path / "first", "")
+    source = tmp_path / "first" / "checkpoints" / "last.ckpt"
+    lower = (*shape, "optimizer.lr=1e-12", "trainer.max_steps=4")
+    train({**smoke(root, *lower), "resume": str(source)}, tmp_path / "then", "")
+    groups = read_checkpoint(tmp_path / "then" / "checkpoints" / "last.ckpt")["optimizer_states"][0]
+    assert all(float(group["initial_lr"]) <= 1e-12 for group in groups["param_groups"])
+    assert all(group.get("momentum", 0.9) == 0.9 for group in groups["param_groups"])
+    before, after = last_weights(tmp_path / "first"), last_weights(tmp_path / "then")
+    names = [name for name in before if name.endswith(("weight", "bias"))]
+    assert max(float((before[name] - after[name]).abs().max()) for name in names) < 1e-9
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 import csv
 import json
 import re
+import signal
+import time
 
 import cv2
 import pytest
@@ -183,6 +185,37 @@ def test_mistakes_leave_a_card_that_says_so(root, tmp_path, override, message):
     assert card["error"].startswith("UserError")
 
 
+def test_writing_checkpoints_is_not_waiting_for_data(root, tmp_path, monkeypatch):
+    from seg4k.training.checkpoints import AtomicCheckpointIO
+
+    save = AtomicCheckpointIO.save_checkpoint
+
+    def slow(self, *arguments, **options):
+        time.sleep(2.0)
+        save(self, *arguments, **options)
+
+    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", slow)
+    steps = ("trainer.max_steps=8", "trainer.val_every_steps=8", "trainer.checkpoint_every_steps=1")
+    speed = train(smoke(root, *steps), tmp_path, "")["throughput"]
+    assert speed["step_seconds_median"] < 2.0
+    assert speed["data_wait_fraction"] * speed["step_seconds_median"] < 1.5
+
+
+def test_waiting_for_data_is_counted(root, tmp_path, monkeypatch):
+    from seg4k.data.datamodule import SegmentationDataModule
+
+    move = SegmentationDataModule.on_before_batch_transfer
+
+    def slow(self, *arguments):
+        time.sleep(1.0 if self.trainer.training else 0.0)
+        return move(self, *arguments)
+
+    monkeypatch.setattr(SegmentationDataModule, "on_before_batch_transfer", slow)
+    speed = train(smoke(root, "trainer.max_steps=7", "trainer.val_every_steps=7"), tmp_path, "")["throughput"]
+    assert speed["step_seconds_median"] > 2.0  # two micro-batches
+    assert speed["data_wait_fraction"] > 0.5
+
+
 def test_running_out_of_memory_is_told_apart(root, tmp_path, monkeypatch):
     def no_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
@@ -205,8 +238,10 @@ def test_an_interrupted_run_says_so(root, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("seg4k.training.module.SegmentationModule.training_step", interrupt)
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
         train(smoke(root), tmp_path, "")
+    assert signal.getsignal(signal.SIGINT) is before
     assert json.loads((tmp_path / "run_card.json").read_text())["status"] == "interrupted"
 
 
