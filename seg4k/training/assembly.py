@@ -188,7 +188,8 @@ def make_trainer(
     return Trainer(
         max_steps=settings["max_steps"],
         max_epochs=-1,
-        accelerator=settings["accelerator"],
+        # Lightning's auto takes other devices too, such as Apple's, for which nothing here is made.
+        accelerator="cuda" if uses_gpu(settings["accelerator"]) else "cpu",
         devices=settings["devices"],
         num_nodes=settings["num_nodes"],
         strategy=build_strategy(config, job),
