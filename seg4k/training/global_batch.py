@@ -100,12 +100,13 @@ def finish_gradients(parameters: Iterable[nn.Parameter], factor: float, largest_
     return norm
 
 
-def running_statistics(model: nn.Module) -> list[Tensor]:
-    """Running means and variances of the batch norms that each process keeps for itself."""
+def running_statistics(model: nn.Module, *, synchronised: bool = True) -> list[Tensor]:
+    """Running means and variances of the batch norms; `synchronised` those of SyncBatchNorm too."""
     return [
         statistic
         for layer in model.modules()
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm)
+        and (synchronised or not isinstance(layer, nn.SyncBatchNorm))
         for statistic in (layer.running_mean, layer.running_var)
         if statistic is not None
     ]
@@ -118,7 +119,7 @@ def average_running_statistics(model: nn.Module) -> None:
     They are linear in the statistics of the batches, so it does not matter how often this is done; done at
     each step, any process holds those of the run.
     """
-    statistics = running_statistics(model)
+    statistics = running_statistics(model, synchronised=False)  # those are alike already
     if not statistics or not _distributed():
         return
     flat = torch.cat([statistic.flatten() for statistic in statistics])

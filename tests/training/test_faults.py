@@ -10,6 +10,7 @@ import torch
 
 from seg4k.data.sampling import epoch_order, scene_order
 from seg4k.errors import UserError
+from seg4k.models.vit_unet import build_model
 from seg4k.training.checkpoints import find_checkpoint
 from seg4k.training.metrics_csv import MetricsCsv
 from seg4k.training.train import train
@@ -288,7 +289,15 @@ def test_a_loss_that_is_no_number_stops_the_run(root, tmp_path, monkeypatch):
     assert all(torch.isfinite(value).all() for value in content["state_dict"].values())
 
 
-def test_or_the_step_is_skipped_and_counted(root, tmp_path, monkeypatch):
+@pytest.mark.parametrize("synchronised", [False, True])
+def test_or_the_step_is_skipped_and_counted(root, tmp_path, monkeypatch, synchronised):
+    if synchronised:  # SyncBatchNorm as it is in one process; its own forward takes tensors of a GPU only
+        sync = torch.nn.SyncBatchNorm
+        monkeypatch.setattr(sync, "forward", torch.nn.modules.batchnorm._BatchNorm.forward)
+        monkeypatch.setattr(
+            "seg4k.training.assembly.build_model",
+            lambda *args, **options: sync.convert_sync_batchnorm(build_model(*args, **options)),
+        )
     poison(monkeypatch, {2, 3})
     monkeypatch.setattr("seg4k.training.checkpoints.KEPT", 6)
     monkeypatch.setattr("seg4k.training.checkpoints.Checkpoints.finish", lambda *_: None)

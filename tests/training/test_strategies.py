@@ -388,10 +388,12 @@ def test_a_further_process_does_not_predict_again(root, tmp_path, monkeypatch):
 def test_synchronised_batch_norms_keep_their_names(root):
     model = build_model(smoke(root)["model"], num_classes=3, image_size=(32, 48))
     names = list(model.state_dict())
-    assert running_statistics(model)
+    each = len(running_statistics(model))
+    assert each == len(running_statistics(model, synchronised=False)) > 0
     torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     assert list(model.state_dict()) == names
-    assert not running_statistics(model)  # alike in every process by themselves
+    assert not running_statistics(model, synchronised=False)  # alike in every process by themselves
+    assert len(running_statistics(model)) == each  # but put back with the others where a step is skipped
 
 
 SAVED = {
