@@ -83,13 +83,15 @@ def finish_gradients(parameters: Iterable[nn.Parameter], factor: float, largest_
         The norm of all gradients after `factor`, before clipping; over all shards where they are sharded.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    sharded = any(isinstance(gradient, DTensor) for gradient in gradients)
+    meshes = [gradient.device_mesh for gradient in gradients if isinstance(gradient, DTensor)]
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     if not local:
         return 0.0
     square = torch.stack(torch._foreach_norm(local)).double().square().sum()
-    if sharded:  # by fsdp, which shards every parameter over all processes
-        square = square.to(local[0].device)
+    if meshes:  # of fsdp, which shards every parameter over all processes
+        square = square.to(
+            meshes[0].device_type
+        )  # offloaded gradients lie on the CPU, which is not connected
         torch.distributed.all_reduce(square)
     norm = float(square.sqrt()) * factor
     if largest_norm > 0:
