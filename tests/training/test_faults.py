@@ -1,3 +1,4 @@
+import errno
 import os
 import random
 import signal
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from seg4k.cli import main
 from seg4k.data.sampling import epoch_order, scene_order
 from seg4k.errors import UserError
 from seg4k.models.vit_unet import build_model
@@ -15,7 +17,7 @@ from seg4k.training.checkpoints import find_checkpoint
 from seg4k.training.metrics_csv import MetricsCsv
 from seg4k.training.train import train
 from tests.helpers import make_folder, smoke
-from tests.training.runs import TWO, card, children, first_step, run, start, weights_hash
+from tests.training.runs import TINY, TWO, card, children, first_step, run, start, weights_hash
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -216,6 +218,52 @@ def flip_a_bit(path):
 
 def truncate(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("writer", ["metrics_csv.MetricsCsv", "loggers.TensorBoardLogger"])
+def test_a_disk_that_is_full_for_everything_is_told_once(root, tmp_path, monkeypatch, capsys, writer):
+    directory, logger = tmp_path / "run", f"seg4k.training.{writer}.log_metrics"
+
+    def some_room(self, metrics, step=None):
+        if step == 3:
+            monkeypatch.setattr("seg4k.training.run_card.write_text", full)
+            full()
+
+    monkeypatch.setattr(logger, some_room)
+    overrides = [f"data.root={root}", f"hydra.run.dir={directory}", "trainer.checkpoint_every_steps=1"]
+    assert main(["train", *TINY, *overrides, "logger.tensorboard=true", "trainer.log_every_steps=1"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("error: ") == 1
+    assert f"no space left on the disk of {directory}" in said
+    assert "resume=auto" in said
+    assert "the run card" in said
+    assert not (directory / "run_card.json").exists()
+    torch.load(directory / "checkpoints" / "step_00000002.ckpt", weights_only=True)
+
+
+def test_a_run_whose_card_finds_no_space_is_not_taken_for_complete(root, tmp_path, monkeypatch):
+    monkeypatch.setattr("seg4k.training.run_card.write_text", full)
+    with pytest.raises(UserError, match="no space left on the disk of"):
+        train(smoke(root), tmp_path, "")
+
+
+def test_another_process_is_lost_on_a_full_disk(root, tmp_path, monkeypatch):
+    monkeypatch.setattr("seg4k.training.run_card.write_text", full)
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+
+    def prepare(config, directory, card, job, interruption, found):
+        job.on_lost("process 1 ended")
+        raise UserError("enough")
+
+    monkeypatch.setattr("seg4k.training.train.prepare", prepare)
+    with pytest.raises(UserError, match="enough"):
+        train(smoke(root), tmp_path, "")
+    assert ended == [1]
 
 
 @pytest.mark.parametrize("damage", [flip_a_bit, truncate, lambda path: path.write_bytes(b"")])
