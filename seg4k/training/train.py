@@ -24,6 +24,7 @@ from seg4k.training.module import SegmentationModule
 from seg4k.training.out_of_memory import after_out_of_memory
 from seg4k.training.pictures import draw_samples
 from seg4k.training.quiet import quiet
+from seg4k.training.ranges import check_ranges
 from seg4k.training.run_card import blank_card, device_state, ending, finite, write_card
 from seg4k.training.sharding import ShardedSegmentationModule
 from seg4k.training.strategies import check_strategy
@@ -68,6 +69,7 @@ def train(
     failed = True
     try:
         with Interruption() as interruption:
+            check_ranges(config)
             check_strategy(config)
             found = find_checkpoint(config, directory)
             if found is None:
