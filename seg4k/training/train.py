@@ -3,7 +3,9 @@
 import json
 import os
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,7 +70,7 @@ def train(
     variables = {name: os.environ.get(name) for name in WORLD_VARIABLES}
     failed = True
     try:
-        with Interruption() as interruption:
+        with Interruption() as interruption, _full_disk_told_once():
             check_ranges(config)
             check_strategy(config)
             found = find_checkpoint(config, directory)
@@ -114,6 +116,22 @@ def _told(error: BaseException, directory: Path) -> BaseException:
         f"no space left on the disk of {directory} ({error}). Checkpoints that are written are intact: make "
         "room, and go on with resume=auto."
     )
+
+
+@contextmanager
+def _full_disk_told_once() -> Iterator[None]:
+    """Leave out the traceback of a thread whose write found no space: TensorBoard hands it on to the run."""
+    before = threading.excepthook
+
+    def hook(thread: threading.ExceptHookArgs) -> None:
+        if not disk_is_full(thread.exc_value):
+            before(thread)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = before
 
 
 def _try_to_write_card(directory: Path, card: Mapping[str, Any]) -> OSError | None:

@@ -3,6 +3,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -243,6 +244,19 @@ def test_a_disk_that_is_full_for_everything_is_told_once(root, tmp_path, monkeyp
     assert "the run card" in said
     assert not (directory / "run_card.json").exists()
     torch.load(directory / "checkpoints" / "step_00000002.ckpt", weights_only=True)
+
+
+def test_a_thread_that_writes_to_a_full_disk_prints_no_traceback(root, tmp_path, monkeypatch, capsys):
+    def write(self, data):
+        full()
+
+    printed = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", write)
+    overrides = [f"data.root={root}", f"hydra.run.dir={tmp_path / 'run'}", "logger.tensorboard=true"]
+    assert main(["train", *TINY, *overrides]) == 2
+    assert not printed
+    assert f"no space left on the disk of {tmp_path / 'run'}" in capsys.readouterr().err
 
 
 def test_a_run_whose_card_finds_no_space_is_not_taken_for_complete(root, tmp_path, monkeypatch):
