@@ -15,9 +15,10 @@ def check_keys(
     conf: Path,
     root: str,
 ) -> None:
-    """Refuse keys that nothing reads, and words where a number or true/false belongs.
+    """Refuse keys that nothing reads, and values of another kind than the default's.
 
-    An experiment file or `+key=value` could bring such keys in unnoticed.
+    An experiment file or `+key=value` could bring such keys in unnoticed. A number such as 1e4 becomes the
+    whole number that it is, where one belongs.
     """
     from omegaconf import OmegaConf
 
@@ -28,9 +29,20 @@ def check_keys(
         default = known[key]
         if isinstance(default, bool) and not isinstance(value, bool):
             raise UserError(f"{key}={value}: give true or false")
+        if value is None and key.startswith("data."):
+            continue  # has a meaning for some of them, and is refused for the others, in seg4k.data.settings
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if isinstance(default, int | float) and not isinstance(default, bool) and not number:
             raise UserError(f"{key}={value}: give a number, such as {default}")
+        if isinstance(default, int) and isinstance(value, float):
+            if not value.is_integer():
+                raise UserError(f"{key}={value}: give a whole number, such as {default}")
+            OmegaConf.update(composed, key, int(value))
+        if isinstance(default, list) and value is not None:  # where null is none, what reads the key says so
+            pair = len(default) == 2 and all(isinstance(entry, int | float) for entry in default)
+            if not isinstance(value, list) or (pair and len(value) != 2):
+                example = f", such as {key}={str(default).replace(' ', '')}" if default else ""
+                raise UserError(f"{key}={value}: give a list{' of two numbers' if pair else ''}{example}")
 
 
 def _reference(choices: Mapping[str, str | None], conf: Path, root: str) -> dict[str, Any]:

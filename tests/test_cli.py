@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import seg4k
-from seg4k.cli import _command, main
+from seg4k.cli import _command, main, run_with_config
+from seg4k.training.ranges import check_ranges
 from tests.helpers import make_folder
 
 ROOT = Path(seg4k.__file__).parent.parent
@@ -104,12 +105,60 @@ def test_a_run_from_the_command_line(root, tmp_path):
         (["model.encoder.name=vit_tinny_patch16_224"], "vit_tiny_patch16_224"),
         (["model.encoder.weights=/no/file.pth"], "/no/file.pth"),
         (["activation_checkpointing=plan"], "activation_checkpointing.path"),
+        (["data.image_size=512"], "data.image_size=512: give a list of two numbers"),
+        (["data.image_size=[64]"], "data.image_size=[64]: give a list of two numbers"),
+        (["data.image_size=[0,64]"], "data.image_size"),
+        (["optimizer.betas=0.9"], "give a list of two numbers, such as optimizer.betas=[0.9,0.999]"),
+        (["model.decoder.channels=16"], "model.decoder.channels=16: give a list"),
+        (["trainer.val_every_steps=1.5"], "trainer.val_every_steps=1.5: give a whole number"),
+        (["batch.per_device=1.5"], "batch.per_device=1.5: give a whole number"),
+        (["seed=1.5"], "seed=1.5: give a whole number"),
+        (["seed=-1"], "seed=-1: give a whole number from 0 to 4294967295"),
+        (["trainer.ema_decay=2"], "trainer.ema_decay=2: give a number from 0 to below 1"),
+        (["model.encoder.weights=null"], "model.encoder.weights=None: give pretrained, random, or a weights"),
     ],
 )
 def test_mistakes_end_with_one_message(capsys, tmp_path, monkeypatch, root, arguments, expected):
     monkeypatch.chdir(tmp_path)
     known = [] if any("experiment" in a or "data" in a for a in arguments) else [*FAST, f"data.root={root}"]
     assert expected in mistake(capsys, ["train", *known, *arguments])
+
+
+def composed(*overrides):
+    """What a verb is handed."""
+    found = []
+    run_with_config(lambda config, _: found.append(config), overrides)
+    return found[0]
+
+
+def test_a_whole_number_may_be_spelled_as_1e4(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = composed("trainer.max_steps=1e4", "trainer.val_every_steps=5e2", "optimizer.weight_decay=1")
+    assert repr(config["trainer"]["max_steps"]) == "10000"
+    assert repr(config["trainer"]["val_every_steps"]) == "500"
+    assert config["optimizer"]["weight_decay"] == 1
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=0",
+        "data.val_size=null",
+        "data.rare_classes=null",
+        "data.augment=null",
+        "data.num_workers=0",
+        "loss.strips=4",
+        "loss.strips=auto",
+        "model.encoder.frozen=2",
+        "activation_checkpointing.budget=1e9",
+        "activation_checkpointing.budget=24GiB",
+        "data.samples_per_epoch=null",
+        "speed.modes=[none,stage]",
+    ],
+)
+def test_what_the_comments_of_conf_allow_is_taken(tmp_path, monkeypatch, override):
+    monkeypatch.chdir(tmp_path)
+    check_ranges(composed(override))
 
 
 def test_an_experiment_file_with_a_wrong_key_is_refused(capsys, tmp_path, monkeypatch):

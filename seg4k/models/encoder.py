@@ -197,6 +197,8 @@ def build_encoder(
         raise UserError(
             f"model.encoder.name={name}: timm has no such model.{hint} See timm.list_models('vit*')."
         )
+    if not isinstance(weights, str) or not weights:
+        raise UserError(f"model.encoder.weights={weights}: give pretrained, random, or a weights file")
     patch = _patch_size(name)
     arguments: dict[str, Any] = {
         "num_classes": 0,

@@ -9,6 +9,9 @@ from torch import nn
 
 from seg4k.errors import UserError
 
+# What files hold beside an encoder: heads of classification and of pre-training, with their norms.
+_BESIDE = ("head", "fc_norm", "attn_pool", "mask_token", "lm_head", "decoder_")
+
 
 def pretrained(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     """Make timm's pretrained model, or raise with the two ways on; never silent random weights."""
@@ -72,6 +75,12 @@ def load_timm_weights(vit: nn.Module, path: Path) -> None:
         ]
         if missing:
             raise KeyError(f"it lacks {len(missing)} of {len(own)} tensors, the first {missing[0]}")
+        beside = (
+            _BESIDE if "norm.weight" in own else (*_BESIDE, "norm.")
+        )  # a model that pools first has fc_norm
+        surplus = [key for key in state if key not in own and not key.startswith(beside)]
+        if surplus:
+            raise KeyError(f"it holds {len(surplus)} tensors too many, the first {surplus[0]}")
         vit.load_state_dict(state, strict=False)
     # What timm and torch raise for weights of another architecture: a name they look for (KeyError), a value
     # that is no tensor (AttributeError), and shapes that differ or cannot be adapted (RuntimeError).

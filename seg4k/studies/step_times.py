@@ -16,6 +16,7 @@ from seg4k.losses.strips import strip_loss
 from seg4k.models.vit_unet import build_model
 from seg4k.studies.speed import interleaved_timing
 from seg4k.training.optimizers import build_optimizer
+from seg4k.training.ranges import check_ranges
 from seg4k.training.run_card import code_state, device_state, environment, finite
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -38,6 +39,7 @@ def time_modes(config: Mapping[str, Any], directory: Path, command: str) -> dict
     Raises:
         UserError: a mistake in the configuration.
     """
+    check_ranges(config)
     if config["precision"] not in DTYPES:
         raise UserError(f"precision={config['precision']}: experiment=speed times fp32 or bf16")
     device = torch.device("cuda" if _wants_cuda(config["trainer"]["accelerator"]) else "cpu")

@@ -74,9 +74,6 @@ def prepare(
         raise UserError(f"precision={config['precision']}: choose one of {', '.join(PRECISIONS)}")
     if config["precision"] == "fp16" and not uses_gpu(settings["accelerator"]):
         raise UserError("precision=fp16 needs a GPU for its gradient scaler; set precision=bf16 or fp32")
-    for key in ("max_steps", "val_every_steps", "log_every_steps", "checkpoint_every_steps"):
-        if settings[key] < 1:
-            raise UserError(f"trainer.{key}={settings[key]}: must be 1 or more")
     if settings["on_nan"] not in ON_NAN:
         raise UserError(f"trainer.on_nan={settings['on_nan']}: choose {' or '.join(ON_NAN)}")
     accumulate = accumulation(config, world_size(settings))
@@ -190,7 +187,8 @@ def make_trainer(
     return Trainer(
         max_steps=settings["max_steps"],
         max_epochs=-1,
-        accelerator=settings["accelerator"],
+        # Lightning's auto takes other devices too, such as Apple's, for which nothing here is made.
+        accelerator="cuda" if uses_gpu(settings["accelerator"]) else "cpu",
         devices=settings["devices"],
         num_nodes=settings["num_nodes"],
         strategy=build_strategy(config, job),

@@ -55,7 +55,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             with atomic_path(Path(path)) as temporary, temporary.open("wb") as file:
                 torch.save(checkpoint, file)
         except (OSError, RuntimeError) as error:
-            if _disk_is_full(error):
+            if disk_is_full(error):
                 raise UserError(
                     f"no space left on the disk of {Path(path).parent} for a checkpoint ({error}). The last "
                     "one is intact: make room, and go on with resume=auto."
@@ -346,7 +346,8 @@ def _entry(config: Mapping[str, Any], group: str, key: str | None) -> Any:  # no
     return value.get(key) if isinstance(value, Mapping) and key is not None else value
 
 
-def _disk_is_full(error: BaseException | None) -> bool:
+def disk_is_full(error: BaseException | None) -> bool:
+    """Whether an error is, or came of, a write that found no space left."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
             return True

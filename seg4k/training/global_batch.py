@@ -83,13 +83,15 @@ def finish_gradients(parameters: Iterable[nn.Parameter], factor: float, largest_
         The norm of all gradients after `factor`, before clipping; over all shards where they are sharded.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    sharded = any(isinstance(gradient, DTensor) for gradient in gradients)
+    meshes = [gradient.device_mesh for gradient in gradients if isinstance(gradient, DTensor)]
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     if not local:
         return 0.0
     square = torch.stack(torch._foreach_norm(local)).double().square().sum()
-    if sharded:  # by fsdp, which shards every parameter over all processes
-        square = square.to(local[0].device)
+    if meshes:  # of fsdp, which shards every parameter over all processes
+        square = square.to(
+            meshes[0].device_type
+        )  # offloaded gradients lie on the CPU, which is not connected
         torch.distributed.all_reduce(square)
     norm = float(square.sqrt()) * factor
     if largest_norm > 0:
@@ -100,12 +102,13 @@ def finish_gradients(parameters: Iterable[nn.Parameter], factor: float, largest_
     return norm
 
 
-def running_statistics(model: nn.Module) -> list[Tensor]:
-    """Running means and variances of the batch norms that each process keeps for itself."""
+def running_statistics(model: nn.Module, *, synchronised: bool = True) -> list[Tensor]:
+    """Running means and variances of the batch norms; `synchronised` those of SyncBatchNorm too."""
     return [
         statistic
         for layer in model.modules()
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm)
+        and (synchronised or not isinstance(layer, nn.SyncBatchNorm))
         for statistic in (layer.running_mean, layer.running_var)
         if statistic is not None
     ]
@@ -118,7 +121,7 @@ def average_running_statistics(model: nn.Module) -> None:
     They are linear in the statistics of the batches, so it does not matter how often this is done; done at
     each step, any process holds those of the run.
     """
-    statistics = running_statistics(model)
+    statistics = running_statistics(model, synchronised=False)  # those are alike already
     if not statistics or not _distributed():
         return
     flat = torch.cat([statistic.flatten() for statistic in statistics])

@@ -23,6 +23,8 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", message=r"Experiment logs directory .* exists and is not empty")
     # Lightning 2.6 against torch's newer pytree.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+    # trainer.accelerator=cpu is meant so, and Apple's device is not for us.
+    warnings.filterwarnings("ignore", message=r"GPU available but not used")
     # The data module chooses its workers by the cores there are.
     warnings.filterwarnings("ignore", message=r"The '\w+' does not have many workers")
     # Validation's scores are those of all processes before they are logged.

@@ -85,7 +85,8 @@ def render(card: Mapping[str, Any]) -> str:
     """The card as Markdown, for people."""
     batch, memory, speed, metrics = (card[key] for key in ("batch", "memory", "throughput", "metrics"))
     plan = card["activation_checkpointing"]
-    height, width = batch["image_size"]
+    size = batch["image_size"]
+    pixels = f"{size[1]} x {size[0]}" if isinstance(size, list | tuple) and len(size) == 2 else f"size {size}"
     rows = [
         ("status", card["status"] + (f": {card['error']}" if card["error"] else "")),
         ("command", f"`{card['command']}`"),
@@ -97,7 +98,7 @@ def render(card: Mapping[str, Any]) -> str:
         (
             "batch",
             f"{batch['per_device']} per device x {batch['accumulate']} accumulated = "
-            f"{batch['effective']} images of {width} x {height}",
+            f"{batch['effective']} images of {pixels}",
         ),
         ("activation checkpointing", f"{plan['mode']}, {len(plan['segments'])} segments recomputed"),
         ("peak memory", _peak(memory)),
@@ -188,7 +189,7 @@ def blank_card(config: Mapping[str, Any], command: str) -> dict[str, Any]:
         "precision": PRECISIONS.get(config["precision"], config["precision"]),
         "strategy": "not reached",
         "weights": _weights_source(config["model"]["encoder"]["weights"]),
-        "batch": {**config["batch"], "accumulate": None, "image_size": list(config["data"]["image_size"])},
+        "batch": {**config["batch"], "accumulate": None, "image_size": config["data"]["image_size"]},
         "activation_checkpointing": {"mode": config["activation_checkpointing"]["mode"], "segments": []},
         "memory": {
             "peak_bytes": None,
@@ -210,5 +211,5 @@ def blank_card(config: Mapping[str, Any], command: str) -> dict[str, Any]:
     }
 
 
-def _weights_source(weights: str) -> str:
+def _weights_source(weights: str | None) -> str:
     return weights if weights in ("pretrained", "random") else f"file:{weights}"

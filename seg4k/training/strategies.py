@@ -20,6 +20,7 @@ _SYNC_BUFFERS = next(
     if name in inspect.signature(DistributedDataParallel).parameters
 )
 STRATEGIES = ("single", "ddp", "fsdp")
+ACCELERATORS = ("auto", "cpu", "gpu")
 
 
 class DDP(DDPStrategy):
@@ -142,7 +143,14 @@ def check_strategy(config: Mapping[str, Any], accumulate: int | None = None) -> 
         )
     if name != "single" and SLURMEnvironment.detect():
         _check_slurm(devices, nodes)
-    gpu = uses_gpu(settings["accelerator"])
+    accelerator = settings["accelerator"]
+    if accelerator not in ACCELERATORS:
+        raise UserError(f"trainer.accelerator={accelerator}: choose one of {', '.join(ACCELERATORS)}")
+    gpu = uses_gpu(accelerator)
+    if accelerator == "gpu" and not gpu:
+        raise UserError(
+            "trainer.accelerator=gpu: torch finds no CUDA device here; set trainer.accelerator=auto or cpu"
+        )
     if gpu and devices > torch.cuda.device_count():
         raise UserError(
             f"trainer.devices={devices}, but this machine has {torch.cuda.device_count()} GPU(s); set "
@@ -238,4 +246,4 @@ def connect_early(strategy: Strategy) -> bool:
 
 def uses_gpu(accelerator: str) -> bool:
     """Whether `trainer.accelerator` means CUDA here."""
-    return accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    return accelerator in ("auto", "gpu") and torch.cuda.is_available()

@@ -3,7 +3,9 @@
 import json
 import os
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,10 +14,11 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_only
 
 from seg4k.data.datamodule import SegmentationDataModule
+from seg4k.errors import UserError
 from seg4k.training.agreement import leave_process_group, of_every_process
 from seg4k.training.assembly import prepare
 from seg4k.training.callbacks import MemoryWatch, Stopwatch, largest_peak
-from seg4k.training.checkpoints import Checkpoints, check_run_directory, find_checkpoint
+from seg4k.training.checkpoints import Checkpoints, check_run_directory, disk_is_full, find_checkpoint
 from seg4k.training.interruption import Interruption
 from seg4k.training.launch import WORLD_VARIABLES, Job, Launcher
 from seg4k.training.loggers import log_artifacts
@@ -23,6 +26,7 @@ from seg4k.training.module import SegmentationModule
 from seg4k.training.out_of_memory import after_out_of_memory
 from seg4k.training.pictures import draw_samples
 from seg4k.training.quiet import quiet
+from seg4k.training.ranges import check_ranges
 from seg4k.training.run_card import blank_card, device_state, ending, finite, write_card
 from seg4k.training.sharding import ShardedSegmentationModule
 from seg4k.training.strategies import check_strategy
@@ -57,7 +61,7 @@ def train(
     def lost(reason: str) -> None:
         # This process hangs in an exchange with one that is no more, and nothing but its end ends that.
         card["status"], card["error"] = "failed", reason
-        write_card(directory, card)
+        _try_to_write_card(directory, card)
         print(f"seg4k: {reason}", file=sys.stderr, flush=True)
         os._exit(1)
 
@@ -67,7 +71,8 @@ def train(
     failed = True
     interruption = Interruption()
     try:
-        with interruption:
+        with interruption, _full_disk_told_once():
+            check_ranges(config)
             check_strategy(config)
             found = find_checkpoint(config, directory)
             if found is None:
@@ -83,7 +88,8 @@ def train(
                 _fit(trainer, module, data, directory, card, path)
             card["status"] = "completed"
             failed = False
-    except BaseException as error:
+    except BaseException as original:
+        error = _told(original, directory)
         card["status"], card["error"] = ending(error)
         if isinstance(error, Exception) and (reason := _lost(trainer, error)) is not None:
             card["error"] = f"{reason}; here: {card['error']}"
@@ -91,16 +97,56 @@ def train(
             advice = after_out_of_memory(config, card)
             card["error"] = f"{card['error']} {advice}"
             print(f"seg4k: {advice}", file=sys.stderr, flush=True)
+        if error is not original:
+            raise error from original
         raise
     finally:
-        if first:
-            write_card(directory, card)
+        # Where the card cannot be written, what the run itself ended by goes on.
+        unwritten = _try_to_write_card(directory, card) if first else None
         _end_processes(trainer, variables, failed=failed)
         interruption.allow_ctrl_c()
+    if unwritten is not None:
+        raise _told(unwritten, directory)
     if trainer.is_global_zero:
         log_artifacts(trainer.loggers, directory)
         print_summary(card, module.classes, directory)
     return finite(card)  # type: ignore[no-any-return]
+
+
+def _told(error: BaseException, directory: Path) -> BaseException:
+    """What to say of an error: of a full disk, wherever it was met, what to do; any other is itself."""
+    if isinstance(error, UserError) or not isinstance(error, Exception) or not disk_is_full(error):
+        return error
+    return UserError(
+        f"no space left on the disk of {directory} ({error}). Checkpoints that are written are intact: make "
+        "room, and go on with resume=auto."
+    )
+
+
+@contextmanager
+def _full_disk_told_once() -> Iterator[None]:
+    """Leave out the traceback of a thread whose write found no space: TensorBoard hands it on to the run."""
+    before = threading.excepthook
+
+    def hook(thread: threading.ExceptHookArgs) -> None:
+        if not disk_is_full(thread.exc_value):
+            before(thread)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = before
+
+
+def _try_to_write_card(directory: Path, card: Mapping[str, Any]) -> OSError | None:
+    """Write the card; where that cannot be done, say so and give the reason."""
+    try:
+        write_card(directory, card)
+    except OSError as error:
+        print(f"seg4k: the run card in {directory} is not written: {error}", file=sys.stderr, flush=True)
+        return error
+    return None
 
 
 def _fit(

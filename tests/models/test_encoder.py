@@ -118,6 +118,41 @@ def test_weights_of_a_file(tmp_path, suffix, channels):
     assert len(encoder.mean) == channels
 
 
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("vit_tiny_patch16_224", {"depth": 14}),  # deeper
+        ("vit_tiny_patch16_224", {"init_values": 1e-5}),  # LayerScale
+        ("vit_tiny_patch16_224", {"qk_norm": True}),
+        ("vit_small_patch16_dinov3_qkvb", {}),  # biases
+    ],
+)
+def test_weights_of_a_larger_architecture_are_refused(tmp_path, name, other):
+    torch.save(timm.create_model(name, **other).state_dict(), tmp_path / "weights.pth")
+    with pytest.raises(UserError, match=r"another architecture than \w+: it holds \d+ tensors too many"):
+        build_encoder(name.removesuffix("_qkvb"), weights=str(tmp_path / "weights.pth"), image_size=SIZE)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("vit_tiny_patch16_224", {}),  # with its classifier
+        ("deit_tiny_distilled_patch16_224", {}),  # with two
+        ("vit_medium_patch16_gap_256", {}),  # with fc_norm in place of norm ...
+        ("vit_medium_patch16_gap_256", {"fc_norm": False}),  # ... and with norm in place of fc_norm
+        ("vit_tiny_patch16_dinov3_qkvb", {}),
+        ("eva02_tiny_patch14_224", {"num_classes": 5}),
+        ("vit_medium_patch16_rope_reg1_gap_256", {}),
+    ],
+)
+def test_weights_of_the_same_architecture_load_whatever_their_head(tmp_path, name, other):
+    source = timm.create_model(name, **other)
+    torch.save(source.state_dict(), tmp_path / "weights.pth")
+    encoder = build_encoder(name, weights=str(tmp_path / "weights.pth"), image_size=SIZE)
+    taken, given = encoder.stages[3].blocks[-1].state_dict(), source.blocks[-1].state_dict()
+    assert all(torch.equal(taken[key], given[key]) for key in taken)
+
+
 class Trap:
     def __reduce__(self):
         return (pytest.fail, ("code from a weights file was run",))

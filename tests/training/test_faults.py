@@ -1,23 +1,27 @@
+import errno
 import os
 import random
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from seg4k.cli import main
 from seg4k.data.sampling import epoch_order, scene_order
 from seg4k.errors import UserError
+from seg4k.models.vit_unet import build_model
 from seg4k.training.callbacks import MemoryWatch, Stopwatch
 from seg4k.training.checkpoints import find_checkpoint
 from seg4k.training.metrics_csv import MetricsCsv
 from seg4k.training.train import train
 from seg4k.training.weights import read_checkpoint
 from tests.helpers import make_folder, smoke
-from tests.training.runs import TWO, card, children, first_step, run, start, weights_hash
+from tests.training.runs import TINY, TWO, card, children, first_step, run, start, weights_hash
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -257,6 +261,65 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("writer", ["metrics_csv.MetricsCsv", "loggers.TensorBoardLogger"])
+def test_a_disk_that_is_full_for_everything_is_told_once(root, tmp_path, monkeypatch, capsys, writer):
+    directory, logger = tmp_path / "run", f"seg4k.training.{writer}.log_metrics"
+
+    def some_room(self, metrics, step=None):
+        if step == 3:
+            monkeypatch.setattr("seg4k.training.run_card.write_text", full)
+            full()
+
+    monkeypatch.setattr(logger, some_room)
+    overrides = [f"data.root={root}", f"hydra.run.dir={directory}", "trainer.checkpoint_every_steps=1"]
+    assert main(["train", *TINY, *overrides, "logger.tensorboard=true", "trainer.log_every_steps=1"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("error: ") == 1
+    assert f"no space left on the disk of {directory}" in said
+    assert "resume=auto" in said
+    assert "the run card" in said
+    assert not (directory / "run_card.json").exists()
+    torch.load(directory / "checkpoints" / "step_00000002.ckpt", weights_only=True)
+
+
+def test_a_thread_that_writes_to_a_full_disk_prints_no_traceback(root, tmp_path, monkeypatch, capsys):
+    def write(self, data):
+        full()
+
+    printed = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", write)
+    overrides = [f"data.root={root}", f"hydra.run.dir={tmp_path / 'run'}", "logger.tensorboard=true"]
+    assert main(["train", *TINY, *overrides]) == 2
+    assert not printed
+    assert f"no space left on the disk of {tmp_path / 'run'}" in capsys.readouterr().err
+
+
+def test_a_run_whose_card_finds_no_space_is_not_taken_for_complete(root, tmp_path, monkeypatch):
+    monkeypatch.setattr("seg4k.training.run_card.write_text", full)
+    with pytest.raises(UserError, match="no space left on the disk of"):
+        train(smoke(root), tmp_path, "")
+
+
+def test_another_process_is_lost_on_a_full_disk(root, tmp_path, monkeypatch):
+    monkeypatch.setattr("seg4k.training.run_card.write_text", full)
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+
+    def prepare(config, directory, card, job, interruption, found):
+        job.on_lost("process 1 ended")
+        raise UserError("enough")
+
+    monkeypatch.setattr("seg4k.training.train.prepare", prepare)
+    with pytest.raises(UserError, match="enough"):
+        train(smoke(root), tmp_path, "")
+    assert ended == [1]
+
+
 @pytest.mark.parametrize("damage", [flip_a_bit, truncate, lambda path: path.write_bytes(b"")])
 def test_a_damaged_checkpoint_is_passed_over(stopped, damage, caplog):
     config, directory = stopped
@@ -463,7 +526,15 @@ def test_a_loss_that_is_no_number_stops_the_run(root, tmp_path, monkeypatch):
     assert all(torch.isfinite(value).all() for value in content["state_dict"].values())
 
 
-def test_or_the_step_is_skipped_and_counted(root, tmp_path, monkeypatch):
+@pytest.mark.parametrize("synchronised", [False, True])
+def test_or_the_step_is_skipped_and_counted(root, tmp_path, monkeypatch, synchronised):
+    if synchronised:  # SyncBatchNorm as it is in one process; its own forward takes tensors of a GPU only
+        sync = torch.nn.SyncBatchNorm
+        monkeypatch.setattr(sync, "forward", torch.nn.modules.batchnorm._BatchNorm.forward)
+        monkeypatch.setattr(
+            "seg4k.training.assembly.build_model",
+            lambda *args, **options: sync.convert_sync_batchnorm(build_model(*args, **options)),
+        )
     poison(monkeypatch, {2, 3})
     monkeypatch.setattr("seg4k.training.checkpoints.KEPT", 6)
     monkeypatch.setattr("seg4k.training.checkpoints.Checkpoints.finish", lambda *_: None)

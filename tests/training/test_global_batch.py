@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -94,6 +96,27 @@ def test_gradients_are_clipped_as_torch_clips_them(largest):
     assert finish_gradients(model.parameters(), 2.0, largest) == pytest.approx(expected, rel=1e-6)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one.grad, two.grad, rtol=1e-6, atol=0)
+
+
+def test_the_norm_of_offloaded_shards_is_added_up_where_the_processes_are_connected(monkeypatch):
+    class Shard:
+        """A gradient of fsdp with cpu_offload: in host memory, sharded over devices of another kind."""
+
+        device_mesh = SimpleNamespace(device_type="meta")
+
+        def to_local(self):
+            return torch.ones(3)
+
+    class Reached(Exception):
+        pass
+
+    def all_reduce(tensor):
+        raise Reached(tensor.device.type)
+
+    monkeypatch.setattr("seg4k.training.global_batch.DTensor", Shard)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    with pytest.raises(Reached, match="meta"):
+        finish_gradients([SimpleNamespace(grad=Shard())], 1.0, 0.0)
 
 
 def test_draws_follow_from_seed_step_part_and_rank_alone():

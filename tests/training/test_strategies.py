@@ -263,12 +263,32 @@ def test_batch_norm_keeps_the_same_statistics_in_every_process(root, tmp_path):
         (["strategy=fsdp", "optimizer=adamw_8bit"], "inside a block"),
         (["precision=fp16"], "needs a GPU"),
         (["strategy=fsdp", "trainer.devices=2", "precision=fp16"], "no gradient scaler"),
+        (["trainer.accelerator=tpu"], "auto, cpu, gpu"),
+        (["trainer.accelerator=mps"], "auto, cpu, gpu"),
     ],
 )
 def test_what_cannot_be_combined_is_refused_with_the_reason(root, tmp_path, overrides, message):
     with pytest.raises(UserError, match=message):
         train(smoke(root, "trainer.accelerator=cpu", *overrides), tmp_path, "")
     assert json.loads((tmp_path / "run_card.json").read_text())["status"] == "failed"
+
+
+def test_a_gpu_that_is_not_there_is_refused(root, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=r"trainer\.accelerator=gpu.*no CUDA device"):
+        check_strategy(smoke(root, "trainer.accelerator=gpu"))
+
+
+@pytest.mark.parametrize("accelerator", ["auto", "cpu"])
+def test_where_lightning_would_take_apples_device_the_cpu_trains(root, tmp_path, monkeypatch, accelerator):
+    from lightning.pytorch.accelerators import MPSAccelerator
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(MPSAccelerator, "is_available", staticmethod(lambda: True))
+    config = smoke(
+        root, f"trainer.accelerator={accelerator}", "trainer.max_steps=1", "logger.tensorboard=false"
+    )
+    assert "CPU" in train(config, tmp_path, "")["device"]["name"]
 
 
 def test_torchrun_and_the_configuration_must_agree(root, monkeypatch):
@@ -384,10 +404,12 @@ def test_a_further_process_does_not_predict_again(root, tmp_path, monkeypatch):
 def test_synchronised_batch_norms_keep_their_names(root):
     model = build_model(smoke(root)["model"], num_classes=3, image_size=(32, 48))
     names = list(model.state_dict())
-    assert running_statistics(model)
+    each = len(running_statistics(model))
+    assert each == len(running_statistics(model, synchronised=False)) > 0
     torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     assert list(model.state_dict()) == names
-    assert not running_statistics(model)  # alike in every process by themselves
+    assert not running_statistics(model, synchronised=False)  # alike in every process by themselves
+    assert len(running_statistics(model)) == each  # but put back with the others where a step is skipped
 
 
 SAVED = {
