@@ -4,26 +4,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from seg4k.memory.auto import AutoPlanner, PlannedStep
+from seg4k.memory.budget import Budget
 from seg4k.memory.ledger import Reading
 from seg4k.memory.planner import smallest_budget
-from seg4k.memory.report import _gib
+from seg4k.memory.readable import gib
 
 __all__ = ["LargestBatch", "cheapest_changes", "does_not_fit", "largest_batch", "what_led"]
 
 
-def does_not_fit(planner: AutoPlanner, budget: int, *, lower: Mapping[str, str] | None = None) -> str:
+def does_not_fit(planner: AutoPlanner, budget: Budget, *, lower: Mapping[str, str] | None = None) -> str:
     """The message where no plan fits: the smallest budget that would do, and what lowers it further.
 
     Args:
         planner: of the step.
-        budget: bytes, too few.
+        budget: too few bytes.
         lower: settings that lower the need further, with what each does.
     """
     smallest = planner.smallest()
     peak, slowdown = smallest.trace.peak_bytes, smallest.seconds / planner.baseline.seconds
     text = (
-        f"No plan fits in {_gib(budget)}. The smallest budget that does is {_gib(peak)} ({peak} bytes), at "
-        f"{slowdown:.2f} times the time of a step that recomputes nothing."
+        f"No plan fits in {gib(budget.bytes)}. {budget.bound} The smallest budget that does is {gib(peak)} "
+        f"({peak} bytes), at {slowdown:.2f} times the time of a step that recomputes nothing."
     )
     if lower:
         text += " Lower it further with " + "; ".join(f"{key} ({what})" for key, what in lower.items()) + "."
@@ -95,7 +96,7 @@ def what_led(reading: Reading, optimizer_bytes: int, static_bytes: int) -> str:
         "fragmentation": reserved - peak,
     }
     leader = max(parts, key=lambda name: parts[name])
-    sizes = ", ".join(f"{name} {_gib(max(0, size))}" for name, size in parts.items())
+    sizes = ", ".join(f"{name} {gib(max(0, size))}" for name, size in parts.items())
     return f"Memory ran out, led by {leader} ({sizes})."
 
 
@@ -113,6 +114,6 @@ def cheapest_changes(
     fitting = [(key, step) for key, step in alternatives.items() if step.trace.peak_bytes <= budget]
     fitting.sort(key=lambda item: item[1].seconds)
     return [
-        f"{key}: {_gib(step.trace.peak_bytes)}, {step.seconds / now.seconds - 1:+.1%} time a step"
+        f"{key}: {gib(step.trace.peak_bytes)}, {step.seconds / now.seconds - 1:+.1%} time a step"
         for key, step in fitting[:count]
     ]

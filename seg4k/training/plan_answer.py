@@ -34,10 +34,10 @@ def answer(config: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"plan.maximize={config['plan']['maximize']}: choose batch or null")
     except PlanDoesNotFit as error:
         return {"report": dict(error.report), "text": "", "picture": "", "message": str(error)}
-    print_report(prediction.report, prediction.step.trace, device, console)
+    print_report(prediction.report, prediction.step.trace, prediction.budget, console)
     with tempfile.TemporaryDirectory() as folder:
         picture = Path(folder) / "memory.png"
-        save_picture(prediction.step.trace, picture, budget=prediction.report["budget_bytes"])
+        save_picture(prediction.step.trace, picture, budget=prediction.budget.bytes)
         encoded = base64.b64encode(picture.read_bytes()).decode()
     return {
         "report": dict(prediction.report),

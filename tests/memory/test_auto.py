@@ -11,6 +11,7 @@ from seg4k.activation_checkpointing.modes import make_plan
 from seg4k.activation_checkpointing.plan import Plan, Policy
 from seg4k.errors import UserError
 from seg4k.memory.auto import AutoPlanner
+from seg4k.memory.budget import Budget
 from seg4k.memory.cache import cached
 from seg4k.memory.devices import device_from_dict
 from seg4k.memory.ledger import Reading
@@ -112,7 +113,7 @@ def test_without_offload_the_smallest_budget_is_larger(planner, tracer):
 def test_report_table_and_picture(planner, tracer, tmp_path, capsys):
     budget = (planner.smallest().trace.peak_bytes + planner.baseline.trace.peak_bytes) // 2
     step = planner.at(budget)
-    report = plan_report(step, planner.baseline, DEVICE, budget, tracer.segment_names)
+    report = plan_report(step, planner.baseline, Budget(DEVICE, budget), tracer.segment_names)
     assert json.loads(json.dumps(report)) == report
     assert set(report) == {
         "schema",
@@ -141,7 +142,7 @@ def test_report_table_and_picture(planner, tracer, tmp_path, capsys):
     assert Plan.from_json(json.dumps(report)).recomputed() == [
         name for name in step.plan.recomputed() if name in {s["name"] for s in report["segments"]}
     ]
-    print_report(report, step.trace, DEVICE, Console(width=160))
+    print_report(report, step.trace, Budget(DEVICE, budget), Console(width=160))
     text = capsys.readouterr().out
     assert step.trace.peak_at in text
     assert "fits in the budget" in text
@@ -151,7 +152,9 @@ def test_report_table_and_picture(planner, tracer, tmp_path, capsys):
 
 def test_messages(planner):
     smallest = planner.smallest()
-    text = does_not_fit(planner, 1 << 20, lower={"batch.per_device=1": "halves the activations"})
+    text = does_not_fit(
+        planner, Budget(DEVICE, 1 << 20), lower={"batch.per_device=1": "halves the activations"}
+    )
     assert str(smallest.trace.peak_bytes) in text
     assert "batch.per_device=1 (halves the activations)" in text
     lines = cheapest_changes(

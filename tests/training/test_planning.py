@@ -5,11 +5,12 @@ import torch
 
 from seg4k.cli import main
 from seg4k.errors import PlanDoesNotFit, UserError
+from seg4k.memory.budget import parse_bytes
 from seg4k.memory.cache import cache_directory
 from seg4k.memory.trace import trace
 from seg4k.training.out_of_memory import after_out_of_memory
 from seg4k.training.plan_answer import answer
-from seg4k.training.planning import Task, before_training, lowering, parse_bytes, predict
+from seg4k.training.planning import Task, before_training, lowering, predict
 from seg4k.training.traced_step import build_step
 from seg4k.training.train import train
 from tests.helpers import configuration, make_folder, smoke
@@ -197,6 +198,48 @@ def test_a_budget_is_for_auto_and_breaks_no_other_mode(root):
     assert before_training(config, TASK) is not None
     with pytest.raises(PlanDoesNotFit):
         predict(config, TASK)
+
+
+BUDGET = "activation_checkpointing.budget=400GiB"
+
+
+def test_a_budget_is_held_against_the_device():
+    """Asking for more than the device has gives no more than it has."""
+    tight = {"memory_bytes": 6 << 20, "reserve_bytes": 1 << 20}
+    refused = (
+        r"activation_checkpointing.budget=400.00 GiB is above the 5.0 MiB that NVIDIA GeForce RTX 4090 has"
+    )
+    for mode in ("none", "auto"):
+        config = replace_device(configuration(*TINY, f"activation_checkpointing={mode}", BUDGET), **tight)
+        with pytest.raises(PlanDoesNotFit, match=refused):
+            predict(config, TASK)
+        with pytest.raises(PlanDoesNotFit, match=r"No plan fits in 5\.0 MiB"):
+            before_training(config, TASK)
+    said = answer(replace_device(configuration(*TINY, "plan.maximize=batch", BUDGET), **tight))
+    assert "No plan fits in 5.0 MiB" in said["message"]
+    assert "budget=400.00 GiB is above" in said["message"]
+
+
+@pytest.mark.parametrize(
+    ("given", "bound", "sentence"),
+    [
+        (
+            "400GiB",
+            24564 * 2**20 - GIB,
+            "The device bounds it: activation_checkpointing.budget=400.00 GiB is above",
+        ),
+        (
+            None,
+            24564 * 2**20 - GIB,
+            "The device bounds it: NVIDIA GeForce RTX 4090 has 22.99 GiB for tensors",
+        ),
+        ("8GiB", 8 * GIB, "activation_checkpointing.budget=8.00 GiB bounds it"),
+    ],
+)
+def test_the_report_says_what_bounds_the_budget(given, bound, sentence):
+    said = answer(configuration(*TINY, f"activation_checkpointing.budget={given or 'null'}"))
+    assert said["report"]["budget_bytes"] == bound
+    assert sentence in said["text"]
 
 
 def test_nothing_fits():
