@@ -13,6 +13,7 @@ from seg4k.files import write_json
 
 __all__ = ["cache_directory", "cached", "question"]
 
+_GPUS = Path("/proc/driver/nvidia/gpus")
 _PACKAGES = ("torch", "timm", "segmentation-models-pytorch", "lightning")
 
 
@@ -57,7 +58,7 @@ def cached(
 
 
 def question(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a plan depends on: configuration, classes of a folder, and the machine where that is meant."""
+    """What a plan depends on: configuration, files that it names, and the machine where that is meant."""
     asked = {key: value for key, value in config.items() if key not in ("name", "seed", "logger", "speed")}
     if config["data"].get("root"):
         root = Path(config["data"]["root"])
@@ -65,6 +66,37 @@ def question(config: Mapping[str, Any]) -> dict[str, Any]:
         given = config["data"].get("class_file")
         files += [Path(given)] if given and Path(given).is_file() else []
         asked["classes"] = [file.read_text(encoding="utf-8") for file in files]
-    if config["device"]["name"] == "this":
-        asked["machine"] = [platform.node(), platform.processor(), os.cpu_count()]
+    plan = config["activation_checkpointing"].get("path")
+    if plan and Path(plan).is_file():  # one that is missing is a mistake that the answer tells of
+        asked["plan file"] = hashlib.sha256(Path(plan).read_bytes()).hexdigest()
+    device = config["device"]
+    if device["name"] == "this":
+        asked["machine"] = _machine()
+    elif device.get("memory_bytes") is None:
+        asked["machine"] = {"memory": _memory()}
     return asked
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _machine() -> dict[str, Any]:
+    """What is known of this machine without asking torch: that its figures are still those of another day."""
+    variables = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    return {
+        "cpu": [platform.node(), platform.processor(), os.cpu_count()],
+        "usable cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "memory": _memory(),
+        "gpus": [line for file in sorted(_GPUS.glob("*/information")) for line in _model(file)],
+        **{name: os.environ.get(name) for name in variables},
+    }
+
+
+def _model(information: Path) -> list[str]:
+    """What NVIDIA's driver calls a GPU, with its place on the bus."""
+    try:
+        lines = information.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return [information.parent.name, *(line for line in lines if line.startswith(("Model:", "GPU UUID:")))]
