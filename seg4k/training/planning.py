@@ -120,7 +120,7 @@ def predict(
     with tracer_for(config, task, device) as tracer:
         device = with_speeds(device, tracer, config, task)
         budget = replace(budget, device=device)
-        planner = AutoPlanner(tracer, device, _policies(settings, device))
+        planner = AutoPlanner(tracer, device, policies_of(settings, device))
         found = planner.at(budget.bytes)
         baseline = planner.planned(Plan())
         if found is None:
@@ -165,7 +165,7 @@ def maximize_batch(config: Mapping[str, Any], task: Task, device: Device) -> tup
     """
     settings = config["activation_checkpointing"]
     budget = Budget.of(settings.get("budget"), device)
-    policies, world = _policies(settings, device), world_size(config["trainer"])
+    policies, world = policies_of(settings, device), world_size(config["trainer"])
     tracers: list[Tracer] = []
 
     def planner_for(batch: int) -> AutoPlanner:
@@ -220,7 +220,8 @@ def lowering(config: Mapping[str, Any]) -> dict[str, str]:
     return options
 
 
-def _policies(settings: Mapping[str, Any], device: Device) -> tuple[Policy, ...]:
+def policies_of(settings: Mapping[str, Any], device: Device) -> tuple[Policy, ...]:
+    """What `auto` may choose from, beside keeping."""
     # The memory of a CPU is the host's: nothing is gained by a copy in it.
     offload = (Policy.OFFLOAD,) if settings.get("offload", True) and device.kind != "cpu" else ()
     return (Policy.SELECTIVE, Policy.RECOMPUTE, *offload)

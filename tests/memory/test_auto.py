@@ -19,6 +19,7 @@ from seg4k.memory.planner import evaluate, smallest_budget
 from seg4k.memory.preflight import cheapest_changes, does_not_fit, largest_batch, what_led
 from seg4k.memory.problem import build_problem
 from seg4k.memory.report import plan_report, print_report, save_picture
+from seg4k.memory.traced import STATIC
 from seg4k.memory.tracer import Tracer
 
 CONF = Path(__file__).parents[2] / "conf" / "device"
@@ -158,15 +159,38 @@ def test_messages(planner):
     assert str(smallest.trace.peak_bytes) in text
     assert "batch.per_device=1 (halves the activations)" in text
     lines = cheapest_changes(
-        {"a": planner.baseline, "b": smallest, "c": planner.at(smallest.trace.peak_bytes * 2)},
+        {"b": smallest, "c": planner.at(smallest.trace.peak_bytes * 11 // 10)},
         smallest.trace.peak_bytes * 2,
         planner.baseline,
     )
     assert [line[0] for line in lines] == ["c", "b"]
+
+
+@pytest.mark.parametrize(
+    ("peak", "reserved", "static", "leader"),
+    [
+        (8, 20, (1, 1, 2), "fragmentation"),
+        (8, 9, (0.5, 0.5, 1), "activations"),
+        (8, 8, (2, 1, 4), "optimizer state"),
+        (8, 8, (5, 0, 0), "parameters"),  # frozen
+        (8, 8, (2, 4, 1), "gradients"),
+        (6, 6, (2, 2, 4), "optimizer state"),  # which was coming into being
+    ],
+)
+def test_who_led_when_memory_ran_out(peak, reserved, static, leader):
     gib = 1 << 30
-    assert "led by fragmentation" in what_led(Reading(8 * gib, "cuda_allocator", 20 * gib), 2 * gib, 4 * gib)
-    assert "led by activations" in what_led(Reading(8 * gib, "cuda_allocator", 9 * gib), 1 * gib, 2 * gib)
-    assert "led by optimizer state" in what_led(Reading(8 * gib, "cuda_allocator", 8 * gib), 4 * gib, 7 * gib)
+    parts = {kind: int(size * gib) for kind, size in zip(STATIC, static, strict=True)}
+    said = what_led(Reading(peak * gib, "cuda_allocator", reserved * gib), parts)
+    assert said.startswith(f"Memory ran out, led by {leader} (")
+
+
+def test_what_needs_no_less_than_what_failed_is_no_help(planner):
+    smallest, baseline = planner.smallest(), planner.baseline
+    steps = {"none": baseline, "smallest": smallest}
+    plenty = 1 << 50
+    assert [line.split(":")[0] for line in cheapest_changes(steps, plenty, baseline)] == ["smallest"]
+    assert cheapest_changes(steps, plenty, smallest) == []
+    assert cheapest_changes(steps, smallest.trace.peak_bytes - 1, baseline) == []
 
 
 def test_largest_batch(builders, here):

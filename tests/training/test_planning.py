@@ -1,8 +1,10 @@
 import json
+import re
 
 import pytest
 import torch
 
+from seg4k.activation_checkpointing import make_plan
 from seg4k.cli import main
 from seg4k.errors import PlanDoesNotFit, UserError
 from seg4k.memory.budget import parse_bytes
@@ -285,7 +287,7 @@ def test_after_running_out_of_memory():
     config = configuration(*TINY, "batch.per_device=2", "batch.effective=2", "data.image_size=[256,256]")
     memory = {"peak_bytes": 9 * GIB, "peak_source": "cuda_allocator", "reserved_bytes": 10 * GIB}
     run_card = {
-        "memory": {**memory, "static_bytes": GIB, "breakdown": {"optimizer": GIB // 2}},
+        "memory": {**memory, "static_bytes": GIB, "breakdown": {"parameters": GIB // 4, "gradients": GIB // 4, "optimizer": GIB // 2}},
         "activation_checkpointing": {"segments": []},
     }
     text = after_out_of_memory(config, run_card)
@@ -293,7 +295,37 @@ def test_after_running_out_of_memory():
     assert "the cheapest first" in text
     assert text.count("time a step") == 3
     tight = replace_device(config, memory_bytes=(1 << 20) + 1, reserve_bytes=1 << 20)
-    assert "alone would fit" in after_out_of_memory(tight, run_card)
+    assert "alone is predicted to fit" in after_out_of_memory(tight, run_card)
+
+
+def first_step_failed(peak, segments=()):
+    """The card of a run that ran out of memory before anything static was counted."""
+    memory = {"peak_bytes": peak, "peak_source": "cuda_allocator", "reserved_bytes": peak}
+    parts = [{"name": name, "policy": str(policy)} for name, policy in dict(segments).items()]
+    return {
+        "memory": {**memory, "static_bytes": None, "breakdown": None},
+        "activation_checkpointing": {"segments": parts},
+    }
+
+
+@pytest.mark.parametrize(("optimizer", "leader"), [("adamw", "optimizer state"), ("sgd", "parameters")])
+def test_who_led_in_the_first_step(monkeypatch, optimizer, leader):
+    monkeypatch.setattr("seg4k.training.out_of_memory.MODES", ())
+    overrides = (*DEEP, f"optimizer={optimizer}", "model.head.stride=2")
+    static = traced(*overrides).static_bytes
+    said = after_out_of_memory(configuration(*TINY, *overrides), first_step_failed(static))
+    assert said.startswith(f"Memory ran out, led by {leader} (")
+
+
+def test_only_what_needs_less_is_recommended():
+    """A run that was predicted to fit ran out of memory: what needs more memory is no help."""
+    config = configuration(*TINY, "data.image_size=[256,256]", "activation_checkpointing=stage")
+    names = list(build_step(config, 5, 3, 255).model.segments())
+    peak = traced("data.image_size=[256,256]", plan=make_plan("stage", names)).peak_bytes
+    said = after_out_of_memory(config, first_step_failed(peak, make_plan("stage", names)))
+    offered = [float(size) for size in re.findall(r"=\w+: ([\d.]+) MiB", said)]
+    assert offered
+    assert max(offered) < 0.96 * peak / 2**20
 
 
 def replace_device(config, **figures):
