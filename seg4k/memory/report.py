@@ -19,6 +19,8 @@ from seg4k.memory.traced import Trace
 
 __all__ = ["plan_report", "print_report", "save_picture"]
 
+_KINDS = {"optimizer": "optimizer state"}
+
 
 def _rows(step: PlannedStep, names: Iterable[str]) -> list[str]:
     """The segments to tell of: the outermost ones, or their parts where the plan tells these apart."""
@@ -83,19 +85,27 @@ def plan_report(
 
 
 def print_report(
-    report: Mapping[str, Any], trace: Trace, budget: Budget, console: Console | None = None
+    report: Mapping[str, Any], trace: Trace, base: Trace, budget: Budget, console: Console | None = None
 ) -> None:
-    """Print a report as tables: the whole step, what its peak is made of, and a row per segment."""
+    """Print a report as tables: the whole step, what its peak is made of, and a row per segment.
+
+    Args:
+        report: see `plan_report`.
+        trace: of the plan.
+        base: the same with nothing recomputed.
+        budget: as the report has it.
+        console: where to.
+    """
     console, device = console or Console(), budget.device
     predicted, baseline = report["predicted"], report["baseline"]
     whole = Table(title=f"one training step on {device.name}", title_justify="left")
     for heading in ("", "plan", "nothing recomputed"):
         whole.add_column(heading, justify="left" if not heading else "right")
     whole.add_row("peak", gib(predicted["peak_bytes"]), gib(baseline["peak_bytes"]))
-    whole.add_row("  where", predicted["peak_at"], "")
+    whole.add_row("  where", trace.peak_at, base.peak_at)
     for kind, size in trace.peak_kinds.items():
-        if size:
-            whole.add_row(f"  {kind}", gib(size), "")
+        if size or base.peak_kinds[kind]:
+            whole.add_row(f"  {_KINDS.get(kind, kind)}", gib(size), gib(base.peak_kinds[kind]))
     whole.add_row("work", tera(predicted["flops"]), tera(baseline["flops"]))
     whole.add_row(
         "time, from measured segments" if device.measured else "time, estimated",
@@ -103,8 +113,8 @@ def print_report(
         f"{baseline['step_seconds']:.3f} s",
     )
     console.print(whole)
-    table = Table(title="segments", title_justify="left")
-    for heading in ("segment", "policy", "saved", "recomputed", "added"):
+    table = Table(title="segments; with none, nothing is recomputed", title_justify="left")
+    for heading in ("segment", "policy", "saved", "with none", "recomputed", "added"):
         table.add_column(heading, justify="left" if heading in ("segment", "policy") else "right")
     for row in report["segments"]:
         kept = row["policy"] == Policy.KEEP
@@ -112,6 +122,7 @@ def print_report(
             row["name"],
             row["policy"],
             gib(row["saved_bytes"]),
+            gib(base.segments[row["name"]].saved_bytes),
             "" if kept else tera(row["recompute_flops"]),
             "" if kept else f"{1000 * row['recompute_seconds']:.1f} ms",
         )

@@ -23,7 +23,7 @@ def answer(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     device = device_of(config)
     task = task_of(config)
-    console = Console(record=True, width=110, file=io.StringIO())
+    console = Console(record=True, width=100, file=io.StringIO())
     try:
         if config["plan"]["maximize"] == "batch":
             batch, prediction = maximize_batch(config, task, device)
@@ -34,7 +34,8 @@ def answer(config: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"plan.maximize={config['plan']['maximize']}: choose batch or null")
     except PlanDoesNotFit as error:
         return {"report": dict(error.report), "text": "", "picture": "", "message": str(error)}
-    print_report(prediction.report, prediction.step.trace, prediction.budget, console)
+    traces = prediction.step.trace, prediction.baseline.trace
+    print_report(prediction.report, *traces, prediction.budget, console)
     with tempfile.TemporaryDirectory() as folder:
         picture = Path(folder) / "memory.png"
         save_picture(prediction.step.trace, picture, budget=prediction.budget.bytes)

@@ -40,6 +40,7 @@ class Prediction:
 
     plan: Plan
     step: PlannedStep
+    baseline: PlannedStep
     budget: Budget
     report: Mapping[str, Any]
 
@@ -116,7 +117,7 @@ def predict(
             if not report["feasible"]:
                 planner = AutoPlanner(tracer, device)
                 raise PlanDoesNotFit(_misfit(config, step, planner, budget), report)
-            return Prediction(plan, step, budget, report)
+            return Prediction(plan, step, baseline, budget, report)
     with tracer_for(config, task, device) as tracer:
         device = with_speeds(device, tracer, config, task)
         budget = replace(budget, device=device)
@@ -128,7 +129,7 @@ def predict(
             report = plan_report(smallest, baseline, budget, tracer.segment_names)
             raise PlanDoesNotFit(does_not_fit(planner, budget, lower=lowering(config)), report)
         report = plan_report(found, baseline, budget, tracer.segment_names)
-        return Prediction(found.plan, found, budget, report)
+        return Prediction(found.plan, found, baseline, budget, report)
 
 
 def before_training(config: Mapping[str, Any], task: Task) -> dict[str, Any]:
@@ -181,7 +182,7 @@ def maximize_batch(config: Mapping[str, Any], task: Task, device: Device) -> tup
         budget = replace(budget, device=planner.device)
         baseline = planner.planned(Plan())
         report = plan_report(largest.step, baseline, budget, tracers[-1].segment_names)
-        return largest.batch, Prediction(largest.step.plan, largest.step, budget, report)
+        return largest.batch, Prediction(largest.step.plan, largest.step, baseline, budget, report)
     finally:
         for tracer in tracers:
             tracer.close()

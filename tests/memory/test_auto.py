@@ -18,6 +18,7 @@ from seg4k.memory.ledger import Reading
 from seg4k.memory.planner import evaluate, smallest_budget
 from seg4k.memory.preflight import cheapest_changes, does_not_fit, largest_batch, what_led
 from seg4k.memory.problem import build_problem
+from seg4k.memory.readable import gib
 from seg4k.memory.report import plan_report, print_report, save_picture
 from seg4k.memory.traced import STATIC
 from seg4k.memory.tracer import Tracer
@@ -111,6 +112,21 @@ def test_without_offload_the_smallest_budget_is_larger(planner, tracer):
     assert smallest_budget(without) >= smallest_budget(planner.problem)
 
 
+def check_both_columns(text, trace, base, segments):
+    """The plan and nothing recomputed stand beside each other: in the whole step and in every segment."""
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
+    rows = {row[0]: row[1:] for row in cells if row}
+    assert rows["where"] == [trace.peak_at, base.peak_at]
+    for kind, size in base.peak_kinds.items():
+        name = "optimizer state" if kind == "optimizer" else kind
+        if size or trace.peak_kinds[kind]:
+            assert rows[name] == [gib(trace.peak_kinds[kind]), gib(size)]
+    assert {"parameters", "gradients", "optimizer state", "inputs", "activations"} <= set(rows)
+    for segment in segments:
+        saved = gib(base.segments[segment["name"]].saved_bytes)
+        assert rows[segment["name"]][1:3] == [gib(segment["saved_bytes"]), saved]
+
+
 def test_report_table_and_picture(planner, tracer, tmp_path, capsys):
     budget = (planner.smallest().trace.peak_bytes + planner.baseline.trace.peak_bytes) // 2
     step = planner.at(budget)
@@ -143,10 +159,11 @@ def test_report_table_and_picture(planner, tracer, tmp_path, capsys):
     assert Plan.from_json(json.dumps(report)).recomputed() == [
         name for name in step.plan.recomputed() if name in {s["name"] for s in report["segments"]}
     ]
-    print_report(report, step.trace, Budget(DEVICE, budget), Console(width=160))
+    print_report(report, step.trace, planner.baseline.trace, Budget(DEVICE, budget), Console(width=100))
     text = capsys.readouterr().out
     assert step.trace.peak_at in text
     assert "fits in the budget" in text
+    check_both_columns(text, step.trace, planner.baseline.trace, report["segments"])
     save_picture(step.trace, tmp_path / "live.png", baseline=planner.baseline.trace, budget=budget)
     assert (tmp_path / "live.png").stat().st_size > 10_000
 
