@@ -19,8 +19,8 @@ def parse_bytes(value: int | float | str, where: str) -> int:
     Raises:
         UserError: anything else, or nothing at all.
     """
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", str(value))
-    if not found or found[2].upper() not in UNITS or found[1].count(".") > 1:
+    found = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*", str(value))
+    if not found or found[2].upper() not in UNITS:
         raise UserError(f"{where}={value}: give bytes, or a number and a unit, such as 24GiB")
     size = int(float(found[1]) * UNITS[found[2].upper()])
     if size <= 0:

@@ -1,5 +1,6 @@
 """Keeping reports, so that the same question is answered at once the second time. Standard library only."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ _PACKAGES = ("torch", "timm", "segmentation-models-pytorch", "lightning")
 
 def cache_directory() -> Path:
     """Where answers are kept: below XDG_CACHE_HOME, or else ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "seg4k" / "plans"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "seg4k" / "plans"
 
 
 def _fingerprint(question: Mapping[str, Any]) -> str:
@@ -43,7 +44,7 @@ def cached(
     """The answer to a question, from `directory` where it was asked before, and else from `answer()`.
 
     Args:
-        directory: of the cache; made where it is missing.
+        directory: of the cache; made where it is missing. Where it cannot be, nothing is kept.
         question: plain values that the answer depends on (the configuration, the device, the budget).
         answer: makes it, as plain JSON values.
     """
@@ -53,8 +54,9 @@ def cached(
         return known
     except (OSError, ValueError):
         made = answer()
+    with contextlib.suppress(OSError):  # nowhere to keep it: it is asked again the next time
         write_json(path, made)
-        return made
+    return made
 
 
 def question(config: Mapping[str, Any]) -> dict[str, Any]:

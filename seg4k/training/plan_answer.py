@@ -11,6 +11,7 @@ from rich.console import Console
 
 from seg4k.errors import PlanDoesNotFit, UserError
 from seg4k.memory.report import print_report, save_picture
+from seg4k.training.plan_checks import check_planned
 from seg4k.training.planning import device_of, maximize_batch, predict, task_of
 
 
@@ -21,6 +22,7 @@ def answer(config: Mapping[str, Any]) -> dict[str, Any]:
         `report` (plan.json), `text`, `picture` (a PNG in base64, empty where nothing was traced), `message`
         (why nothing fits, empty where something does).
     """
+    check_planned(config)
     device = device_of(config)
     task = task_of(config)
     console = Console(record=True, width=100, file=io.StringIO())

@@ -21,6 +21,7 @@ from seg4k.memory.preflight import does_not_fit, largest_batch
 from seg4k.memory.readable import gib
 from seg4k.memory.report import plan_report
 from seg4k.memory.tracer import Tracer
+from seg4k.training.plan_checks import check_planned
 from seg4k.training.strategies import check_processes, world_size
 from seg4k.training.traced_step import build_step
 
@@ -100,6 +101,7 @@ def predict(
         UserError: a mistake in the configuration.
     """
     settings = config["activation_checkpointing"]
+    check_planned(config)
     check_processes(config)
     device = device_of(config) if device is None else device
     budget = Budget.of(settings.get("budget"), device)

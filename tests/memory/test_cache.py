@@ -4,7 +4,7 @@ import pytest
 
 from seg4k.cli import main
 from seg4k.memory import cache
-from seg4k.memory.cache import question
+from seg4k.memory.cache import cached, question
 from tests.helpers import configuration
 
 TINY = ("experiment=smoke", "device=rtx4090", "plan.num_classes=5", "batch.effective=1")
@@ -69,3 +69,19 @@ def test_the_memory_of_this_machine_is_part_of_the_question_where_it_counts(monk
     real = os.sysconf
     monkeypatch.setattr(os, "sysconf", lambda name: real(name) * (2 if name == "SC_PHYS_PAGES" else 1))
     assert (question(config) != before) is depends
+
+
+def test_without_a_place_for_the_cache_nothing_is_kept(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("no directory")
+    for _ in range(2):
+        assert cached(file / "plans", {"a": 1}, lambda: {"peak": 1}) == {"peak": 1}
+    assert file.read_text() == "no directory"
+
+
+def test_errors_of_the_answer_are_its_own(tmp_path):
+    def answer():
+        raise FileNotFoundError("of the data")
+
+    with pytest.raises(FileNotFoundError, match="of the data"):
+        cached(tmp_path, {"a": 1}, answer)

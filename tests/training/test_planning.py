@@ -34,7 +34,7 @@ def test_bytes_in_words(text, size):
     assert parse_bytes(text, "x") == size
 
 
-@pytest.mark.parametrize("text", ["many", "24 gallons", "0", "1.2.3GiB", "-5"])
+@pytest.mark.parametrize("text", ["many", "24 gallons", "0", "1.2.3GiB", "-5", ".", ".GiB", "", 400 * "9"])
 def test_bytes_in_other_words(text):
     with pytest.raises(UserError, match="x="):
         parse_bytes(text, "x")
@@ -296,6 +296,30 @@ def test_after_running_out_of_memory():
     assert text.count("time a step") == 3
     tight = replace_device(config, memory_bytes=(1 << 20) + 1, reserve_bytes=1 << 20)
     assert "alone is predicted to fit" in after_out_of_memory(tight, run_card)
+
+
+@pytest.mark.parametrize(
+    ("setting", "allowed"),
+    [
+        ("plan.num_classes=0", "1 or more"),
+        ("plan.num_classes=-3", "1 or more"),
+        ("plan.num_classes=abc", "1 or more"),
+        ("data.image_size=512", "such as [512,512]"),
+        ("data.image_size=[0,64]", "such as [512,512]"),
+        ("data.image_size=[64,64,3]", "such as [512,512]"),
+        ("batch.per_device=0", "1 or more"),
+        ("batch.effective=0", "1 or more"),
+        ("activation_checkpointing.budget=.", "such as 24GiB"),
+    ],
+)
+def test_mistakes_in_what_is_planned(tmp_path, monkeypatch, capsys, setting, allowed):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert main(["plan", *TINY, setting]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert setting.replace(",", ", ") in said
+    assert allowed in said
 
 
 def first_step_failed(peak, segments=()):
