@@ -129,7 +129,7 @@ def predict(
         if found is None:
             smallest = planner.smallest()
             report = plan_report(smallest, baseline, budget, tracer.segment_names)
-            raise PlanDoesNotFit(does_not_fit(planner, budget, lower=lowering(config)), report)
+            raise PlanDoesNotFit(does_not_fit(planner, budget, lower=lowering(config, device)), report)
         report = plan_report(found, baseline, budget, tracer.segment_names)
         return Prediction(found.plan, found, baseline, budget, report)
 
@@ -179,7 +179,11 @@ def maximize_batch(config: Mapping[str, Any], task: Task, device: Device) -> tup
     try:
         largest = largest_batch(planner_for, budget.bytes)
         if largest is None:
-            raise PlanDoesNotFit(does_not_fit(planner_for(1), budget, lower=lowering(config)), {})
+            planner = planner_for(1)
+            budget = replace(budget, device=planner.device)
+            names = tracers[-1].segment_names
+            report = plan_report(planner.smallest(), planner.baseline, budget, names)
+            raise PlanDoesNotFit(does_not_fit(planner, budget, lower=lowering(config, device)), report)
         planner = planner_for(largest.batch)
         budget = replace(budget, device=planner.device)
         baseline = planner.planned(Plan())
@@ -203,21 +207,23 @@ def task_of(config: Mapping[str, Any]) -> Task:
     return Task(len(classes), data.in_channels, classes.ignore_index)
 
 
-def lowering(config: Mapping[str, Any]) -> dict[str, str]:
+def lowering(config: Mapping[str, Any], device: Device) -> dict[str, str]:
     """Settings that lower the smallest budget further, with what each does."""
     options = {}
     if config["batch"]["per_device"] > 1:
         options["batch.per_device=1"] = "fewer images at once; batch.effective is kept by accumulation"
     height, width = config["data"]["image_size"]
     options[f"data.image_size=[{height // 2},{width // 2}]"] = "smaller crops"
-    if not config["activation_checkpointing"].get("offload", True) and config["device"]["name"] != "cpu":
+    if not config["activation_checkpointing"].get("offload", True) and device.kind != "cpu":
         options["activation_checkpointing.offload=true"] = "what segments hold waits in host memory"
     if config["loss"].get("strips") not in ("auto", None):
         options["loss.strips=auto"] = "head and loss in strips of rows"
     if config["model"]["head"]["stride"] == 1:
         options["model.head.stride=2"] = "the last decoder block left out"
-    if config["optimizer"]["name"] != "sgd":
-        options["optimizer=sgd"] = "one moment in place of two"
+    if config["optimizer"]["name"] == "adamw":
+        if config["strategy"]["name"] != "fsdp":  # which cannot divide them
+            options["optimizer=adamw_8bit"] = "moments of 2 bytes a parameter in place of 8"
+        options["optimizer=sgd"] = "one moment of 4 bytes a parameter in place of 8"
     if config["strategy"]["name"] != "fsdp":
         options["strategy=fsdp trainer.devices=N"] = "parameters, gradients and moments divided by N"
     return options
@@ -248,7 +254,7 @@ def _misfit(config: Mapping[str, Any], step: PlannedStep, planner: AutoPlanner, 
     need = f"activation_checkpointing={mode} needs {gib(step.trace.peak_bytes)}"
     better = planner.at(budget.bytes)
     if better is None:
-        return f"{need}. {does_not_fit(planner, budget, lower=lowering(config))}"
+        return f"{need}. {does_not_fit(planner, budget, lower=lowering(config, budget.device))}"
     return (
         f"{need}, and {gib(budget.bytes)} are there. {budget.bound} activation_checkpointing=auto fits: "
         f"{gib(better.trace.peak_bytes)}, at {better.seconds / step.seconds:.2f} times its time."

@@ -12,7 +12,7 @@ from seg4k.memory.cache import cache_directory
 from seg4k.memory.trace import trace
 from seg4k.training.out_of_memory import after_out_of_memory
 from seg4k.training.plan_answer import answer
-from seg4k.training.planning import Task, before_training, lowering, predict
+from seg4k.training.planning import Task, before_training, device_of, lowering, predict
 from seg4k.training.traced_step import build_step
 from seg4k.training.train import train
 from tests.helpers import configuration, make_folder, smoke
@@ -255,24 +255,41 @@ def test_nothing_fits():
     assert caught.value.report["feasible"] is False
 
 
+def lowered(*overrides):
+    config = configuration(*TINY, "activation_checkpointing=auto", *overrides)
+    return set(lowering(config, device_of(config)))
+
+
 def test_what_lowers_the_need_is_what_is_not_set():
-    config = configuration(*TINY, "activation_checkpointing=auto")
-    assert "optimizer=sgd" in lowering(config)
-    assert "activation_checkpointing.offload=true" not in lowering(config)
-    config = configuration(
-        *TINY,
+    assert {"optimizer=sgd", "optimizer=adamw_8bit"} <= lowered()
+    assert "activation_checkpointing.offload=true" not in lowered()
+    offload = "activation_checkpointing.offload=false"
+    found = lowered(
         "optimizer=sgd",
         "batch.per_device=2",
         "batch.effective=2",
-        "activation_checkpointing=auto",
-        "activation_checkpointing.offload=false",
+        offload,
         "loss.strips=1",
         "model.head.stride=2",
     )
-    assert {"batch.per_device=1", "activation_checkpointing.offload=true", "loss.strips=auto"} <= set(
-        lowering(config)
-    )
-    assert not {"optimizer=sgd", "model.head.stride=2"} & set(lowering(config))
+    assert {"batch.per_device=1", "activation_checkpointing.offload=true", "loss.strips=auto"} <= found
+    assert not {"optimizer=sgd", "optimizer=adamw_8bit", "model.head.stride=2"} & found
+    assert "activation_checkpointing.offload=true" not in lowered("device=cpu", offload)
+
+
+def test_no_optimizer_is_advised_that_needs_more():
+    # sgd keeps 4 bytes a parameter, adamw_8bit 2; the latter is not for fsdp.
+    assert not any(option.startswith("optimizer=") for option in lowered("optimizer=adamw_8bit"))
+    assert "optimizer=adamw_8bit" not in lowered("strategy=fsdp", "trainer.devices=2")
+
+
+def test_what_is_known_is_told_where_not_one_image_fits():
+    config = configuration(*TINY, "plan.maximize=batch", "activation_checkpointing.budget=1KiB")
+    said = answer(config)
+    assert "No plan fits" in said["message"]
+    assert said["report"]["feasible"] is False
+    assert f"{said['report']['predicted']['peak_bytes']} bytes" in said["message"]
+    assert said["report"]["segments"]
 
 
 @pytest.mark.slow
@@ -287,7 +304,11 @@ def test_after_running_out_of_memory():
     config = configuration(*TINY, "batch.per_device=2", "batch.effective=2", "data.image_size=[256,256]")
     memory = {"peak_bytes": 9 * GIB, "peak_source": "cuda_allocator", "reserved_bytes": 10 * GIB}
     run_card = {
-        "memory": {**memory, "static_bytes": GIB, "breakdown": {"parameters": GIB // 4, "gradients": GIB // 4, "optimizer": GIB // 2}},
+        "memory": {
+            **memory,
+            "static_bytes": GIB,
+            "breakdown": {"parameters": GIB // 4, "gradients": GIB // 4, "optimizer": GIB // 2},
+        },
         "activation_checkpointing": {"segments": []},
     }
     text = after_out_of_memory(config, run_card)
