@@ -215,6 +215,15 @@ def out_of_memory(error):
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
+# What cuDNN and cuBLAS say where there is no room left for their workspaces.
+NO_ROOM = ("unable to find an engine", "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def no_room(error):
+    """Whether a step failed for want of memory, near a limit: the allocator's word, or a library's."""
+    return out_of_memory(error) or any(words in str(error) for words in NO_ROOM)
+
+
 def modes_at(check, batch):
     """Peak, speed and prediction of every mode at one batch."""
     settings = check.settings
@@ -358,7 +367,7 @@ def try_batches(check, mode, start, card):
             trainee.plan(make_plan(mode, list(trainee.model.segments())))
             return trainee.peak()[0] <= card
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
+            if not no_room(error):
                 raise
         finally:
             trainee = None

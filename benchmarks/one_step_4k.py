@@ -123,7 +123,7 @@ def main():
     from provenance import provenance
 
     from seg4k.files import write_json
-    from seg4k.training.planning import parse_bytes
+    from seg4k.memory.budget import parse_bytes
 
     work = replace(Work(), encoder=options.encoder, height=options.height, width=options.width)
     plan, promised = make_plan_for(work, parse_bytes(options.budget, "--budget"))

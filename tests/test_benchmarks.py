@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,6 +88,42 @@ def test_a_gpu_suite_without_a_gpu_says_so():
 
     if not torch.cuda.is_available():
         assert "no CUDA device" in render.gpu_tables(gpu.run(gpu.FULL))
+
+
+@pytest.mark.parametrize(
+    ("words", "fits_not"),
+    [
+        ("CUDA out of memory", True),
+        ("GET was unable to find an engine to execute this computation", True),
+        ("FIND was unable to find an engine to execute this computation", True),
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)", True),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_a_batch_for_which_a_library_finds_no_room_does_not_fit(monkeypatch, words, fits_not):
+    import gpu
+
+    class Trainee:
+        def __init__(self, settings, work):
+            self.batch, self.model = work.batch, SimpleNamespace(segments=dict)
+
+        def plan(self, plan):
+            pass
+
+        def peak(self):
+            if self.batch > 3:
+                raise (torch.OutOfMemoryError if "out of memory" in words else RuntimeError)(words)
+            return 0, None
+
+    monkeypatch.setattr(gpu, "Trainee", Trainee)
+    check = gpu.Check(gpu.DRY)
+    if fits_not:
+        assert gpu.try_batches(check, "none", 2, gpu.GIB) == 3
+        assert gpu.try_batches(check, "none", 6, gpu.GIB) == 3
+    else:
+        with pytest.raises(RuntimeError, match=words):
+            gpu.try_batches(check, "none", 2, gpu.GIB)
 
 
 @pytest.mark.slow

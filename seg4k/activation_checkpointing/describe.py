@@ -39,6 +39,8 @@ _SEVERAL = {
     "other": "others",
 }
 
+_FLAGS = ("gradient_checkpointing", "grad_checkpointing")
+
 
 @dataclass(frozen=True)
 class CheckpointedRegion:
@@ -74,12 +76,14 @@ class CheckpointingDescription:
         regions: in the order of the forward pass where it was run, else of registration.
         blocks: how many blocks the model has.
         observed: whether a forward pass was run.
+        unread: modules whose switch is on, where it does not tell which parts it means.
         notes: what a reader should know besides.
     """
 
     regions: tuple[CheckpointedRegion, ...]
     blocks: int
     observed: bool
+    unread: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -95,7 +99,11 @@ class CheckpointingDescription:
 
     def __str__(self) -> str:
         """A sentence, a line for each kind of region, and the notes."""
-        if not self.regions:
+        if self.unread:
+            count, first = len(self.unread), self.unread[0] or "the model"
+            where = first if count == 1 else f"{first} and {count - 1} other modules"
+            lines = [f"a switch is on in {where}; what it recomputes is seen in a forward pass only"]
+        elif not self.regions:
             lines = ["nothing is recomputed"]
         else:
             parts = ", ".join(f"{count} {_SEVERAL[kind]}" for kind, count in self.counts.items())
@@ -120,10 +128,13 @@ def describe_checkpointing(model: nn.Module, *inputs: Any) -> CheckpointingDescr
     static = list(_by_switch(model, blocks))
     notes = [] if model.training else ["the model is in eval mode: nothing is recomputed before train()"]
     if not inputs:
-        return CheckpointingDescription(tuple(static), len(blocks), observed=False, notes=tuple(notes))
+        unread = () if static else tuple(_switched_on(model))
+        return CheckpointingDescription(tuple(static), len(blocks), False, unread, tuple(notes))
     regions = _seen(model, inputs, blocks, static)
     if static and not regions:
         notes.append(f"switched on for {len(static)} regions, and none was recomputed")
+    if not static and not regions and (unread := tuple(_switched_on(model))):
+        notes.append(f"switched on in {len(unread)} modules, and nothing was recomputed")
     if any(region.use_reentrant for region in regions):
         notes.append(
             "use_reentrant=True: a region none of whose inputs requires a gradient gives its weights none"
@@ -190,6 +201,13 @@ def _by_switch(model: nn.Module, blocks: Sequence[str]) -> Iterator[Checkpointed
         elif getattr(module, "grad_checkpointing", False) is True:
             for part in _switched_by_timm(plain_name(name), module, names, blocks):
                 yield region([part], "grad_checkpointing")
+
+
+def _switched_on(model: nn.Module) -> Iterator[str]:
+    """The modules with a switch of timm or Hugging Face that is on."""
+    for name, module in model.named_modules():
+        if any(getattr(module, flag, False) is True for flag in _FLAGS):
+            yield plain_name(name)
 
 
 def _switched_by_transformers(module: nn.Module) -> list[nn.Module]:

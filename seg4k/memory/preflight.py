@@ -4,26 +4,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from seg4k.memory.auto import AutoPlanner, PlannedStep
+from seg4k.memory.budget import Budget
 from seg4k.memory.ledger import Reading
 from seg4k.memory.planner import smallest_budget
-from seg4k.memory.report import _gib
+from seg4k.memory.readable import gib
 
-__all__ = ["LargestBatch", "cheapest_changes", "does_not_fit", "largest_batch", "what_led"]
+__all__ = ["LargestBatch", "cheapest_changes", "clearly_below", "does_not_fit", "largest_batch", "what_led"]
+
+_CLEARLY = 0.95  # of the predicted peak of a step that did not fit
 
 
-def does_not_fit(planner: AutoPlanner, budget: int, *, lower: Mapping[str, str] | None = None) -> str:
+def does_not_fit(planner: AutoPlanner, budget: Budget, *, lower: Mapping[str, str] | None = None) -> str:
     """The message where no plan fits: the smallest budget that would do, and what lowers it further.
 
     Args:
         planner: of the step.
-        budget: bytes, too few.
+        budget: too few bytes.
         lower: settings that lower the need further, with what each does.
     """
     smallest = planner.smallest()
     peak, slowdown = smallest.trace.peak_bytes, smallest.seconds / planner.baseline.seconds
     text = (
-        f"No plan fits in {_gib(budget)}. The smallest budget that does is {_gib(peak)} ({peak} bytes), at "
-        f"{slowdown:.2f} times the time of a step that recomputes nothing."
+        f"No plan fits in {gib(budget.bytes)}. {budget.bound} The smallest budget that does is {gib(peak)} "
+        f"({peak} bytes), at {slowdown:.2f} times the time of a step that recomputes nothing."
     )
     if lower:
         text += " Lower it further with " + "; ".join(f"{key} ({what})" for key, what in lower.items()) + "."
@@ -80,39 +83,49 @@ def largest_batch(
     return LargestBatch(low, step)
 
 
-def what_led(reading: Reading, optimizer_bytes: int, static_bytes: int) -> str:
-    """Which of activations, optimizer state or fragmentation took most when memory ran out, in a sentence.
+def what_led(reading: Reading, static: Mapping[str, int]) -> str:
+    """What took most when memory ran out: activations, a part of what is static, or fragmentation.
 
     Args:
         reading: of the ledger, at the error.
-        optimizer_bytes: of the optimizer's state.
-        static_bytes: see `seg4k.memory.storages.static_bytes`.
+        static: bytes by `seg4k.memory.traced.STATIC`; what else there is of the peak is activations.
     """
     peak, reserved = reading.peak_bytes or 0, reading.reserved_bytes or reading.peak_bytes or 0
     parts = {
-        "activations": peak - static_bytes,
-        "optimizer state": optimizer_bytes,
+        "activations": peak - sum(static.values()),
+        "optimizer state": static["optimizer"],
         "fragmentation": reserved - peak,
+        "parameters": static["parameters"],
+        "gradients": static["gradients"],
     }
     leader = max(parts, key=lambda name: parts[name])
-    sizes = ", ".join(f"{name} {_gib(max(0, size))}" for name, size in parts.items())
+    sizes = ", ".join(f"{name} {gib(max(0, size))}" for name, size in parts.items())
     return f"Memory ran out, led by {leader} ({sizes})."
+
+
+def clearly_below(budget: int, now: PlannedStep) -> int:
+    """The most that a change may need which is to help a step that ran out of memory.
+
+    Where the step was predicted to fit and did not, that much is not there: only less will do.
+    """
+    return min(budget, int(_CLEARLY * now.trace.peak_bytes))
 
 
 def cheapest_changes(
     alternatives: Mapping[str, PlannedStep], budget: int, now: PlannedStep, count: int = 3
 ) -> list[str]:
-    """The alternatives that fit, cheapest first, each with its predicted cost.
+    """The alternatives that fit and need clearly less than now, cheapest first, with their predicted cost.
 
     Args:
         alternatives: from what to set, as on the command line, to the step that it makes.
         budget: bytes that tensors may take.
-        now: the step as it is set.
+        now: the step as it is set, which ran out of memory.
         count: how many.
     """
-    fitting = [(key, step) for key, step in alternatives.items() if step.trace.peak_bytes <= budget]
+    most = clearly_below(budget, now)
+    fitting = [(key, step) for key, step in alternatives.items() if step.trace.peak_bytes <= most]
     fitting.sort(key=lambda item: item[1].seconds)
     return [
-        f"{key}: {_gib(step.trace.peak_bytes)}, {step.seconds / now.seconds - 1:+.1%} time a step"
+        f"{key}: {gib(step.trace.peak_bytes)}, {step.seconds / now.seconds - 1:+.1%} time a step"
         for key, step in fitting[:count]
     ]

@@ -11,14 +11,15 @@ from seg4k.activation_checkpointing.plan import Policy
 from seg4k.activation_checkpointing.segments import members
 from seg4k.files import atomic_path
 from seg4k.memory.auto import PlannedStep
+from seg4k.memory.budget import Budget
 from seg4k.memory.costs import added_seconds
-from seg4k.memory.devices import Device
 from seg4k.memory.problem import outermost
+from seg4k.memory.readable import GIB, gib, tera
 from seg4k.memory.traced import Trace
 
 __all__ = ["plan_report", "print_report", "save_picture"]
 
-GIB = 1 << 30
+_KINDS = {"optimizer": "optimizer state"}
 
 
 def _rows(step: PlannedStep, names: Iterable[str]) -> list[str]:
@@ -36,18 +37,17 @@ def _rows(step: PlannedStep, names: Iterable[str]) -> list[str]:
 
 
 def plan_report(
-    step: PlannedStep, baseline: PlannedStep, device: Device, budget: int, segment_names: Iterable[str]
+    step: PlannedStep, baseline: PlannedStep, budget: Budget, segment_names: Iterable[str]
 ) -> dict[str, Any]:
     """The content of plan.json.
 
     Args:
         step: the plan and its trace.
         baseline: the same step with nothing recomputed.
-        device: what it is planned for.
-        budget: bytes that tensors may take.
+        budget: bytes that tensors may take, on what device.
         segment_names: of the model, in forward order.
     """
-    trace, base = step.trace, baseline.trace
+    trace, base, device = step.trace, baseline.trace, budget.device
     segments = []
     for name in _rows(step, segment_names):
         recompute = trace.segments[name].flops("recompute") - base.segments[name].flops("recompute")
@@ -64,8 +64,8 @@ def plan_report(
         )
     return {
         "schema": 1,
-        "feasible": trace.peak_bytes <= budget,
-        "budget_bytes": budget,
+        "feasible": trace.peak_bytes <= budget.bytes,
+        "budget_bytes": budget.bytes,
         "device": {"name": device.name, "memory_bytes": device.memory_bytes},
         "baseline": {
             "peak_bytes": base.peak_bytes,
@@ -85,43 +85,52 @@ def plan_report(
 
 
 def print_report(
-    report: Mapping[str, Any], trace: Trace, device: Device, console: Console | None = None
+    report: Mapping[str, Any], trace: Trace, base: Trace, budget: Budget, console: Console | None = None
 ) -> None:
-    """Print a report as tables: the whole step, what its peak is made of, and a row per segment."""
-    console = console or Console()
+    """Print a report as tables: the whole step, what its peak is made of, and a row per segment.
+
+    Args:
+        report: see `plan_report`.
+        trace: of the plan.
+        base: the same with nothing recomputed.
+        budget: as the report has it.
+        console: where to.
+    """
+    console, device = console or Console(), budget.device
     predicted, baseline = report["predicted"], report["baseline"]
     whole = Table(title=f"one training step on {device.name}", title_justify="left")
     for heading in ("", "plan", "nothing recomputed"):
         whole.add_column(heading, justify="left" if not heading else "right")
-    whole.add_row("peak", _gib(predicted["peak_bytes"]), _gib(baseline["peak_bytes"]))
-    whole.add_row("  where", predicted["peak_at"], "")
+    whole.add_row("peak", gib(predicted["peak_bytes"]), gib(baseline["peak_bytes"]))
+    whole.add_row("  where", trace.peak_at, base.peak_at)
     for kind, size in trace.peak_kinds.items():
-        if size:
-            whole.add_row(f"  {kind}", _gib(size), "")
-    whole.add_row("work", _tera(predicted["flops"]), _tera(baseline["flops"]))
+        if size or base.peak_kinds[kind]:
+            whole.add_row(f"  {_KINDS.get(kind, kind)}", gib(size), gib(base.peak_kinds[kind]))
+    whole.add_row("work", tera(predicted["flops"]), tera(baseline["flops"]))
     whole.add_row(
         "time, from measured segments" if device.measured else "time, estimated",
         f"{predicted['step_seconds']:.3f} s",
         f"{baseline['step_seconds']:.3f} s",
     )
     console.print(whole)
-    table = Table(title="segments", title_justify="left")
-    for heading in ("segment", "policy", "saved", "recomputed", "added"):
+    table = Table(title="segments; with none, nothing is recomputed", title_justify="left")
+    for heading in ("segment", "policy", "saved", "with none", "recomputed", "added"):
         table.add_column(heading, justify="left" if heading in ("segment", "policy") else "right")
     for row in report["segments"]:
         kept = row["policy"] == Policy.KEEP
         table.add_row(
             row["name"],
             row["policy"],
-            _gib(row["saved_bytes"]),
-            "" if kept else _tera(row["recompute_flops"]),
+            gib(row["saved_bytes"]),
+            gib(base.segments[row["name"]].saved_bytes),
+            "" if kept else tera(row["recompute_flops"]),
             "" if kept else f"{1000 * row['recompute_seconds']:.1f} ms",
         )
     console.print(table)
     verdict = "fits" if report["feasible"] else "does not fit"
     console.print(
-        f"{_gib(predicted['peak_bytes'])} {verdict} in the budget of {_gib(report['budget_bytes'])}. "
-        f"{device.name} has {_gib(device.memory_bytes)}, {_gib(device.reserve_bytes)} of it set aside for "
+        f"{gib(predicted['peak_bytes'])} {verdict} in the budget of {gib(report['budget_bytes'])}. "
+        f"{budget.bound} Of its {gib(device.memory_bytes)}, {gib(device.reserve_bytes)} are set aside for "
         "context, libraries and fragmentation.",
         highlight=False,
         soft_wrap=True,
@@ -163,7 +172,7 @@ def save_picture(
         xlim=(0, len(trace.marks)),
         ylim=(0, top * 1.15),
         ylabel="live memory, GiB",
-        title=f"peak {_gib(trace.peak_bytes)} in {trace.peak_at}",
+        title=f"peak {gib(trace.peak_bytes)} in {trace.peak_at}",
     )
     axes.legend(loc="upper center", ncols=5, fontsize=8)
     with atomic_path(path) as temporary:
@@ -180,11 +189,3 @@ def _positions(trace: Trace) -> tuple[list[float], list[float]]:
         for at in range(start, end)
     ]
     return places, [value / GIB for value in trace.live]
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / (1 << 20):.1f} MiB"
-
-
-def _tera(flops: float) -> str:
-    return f"{flops / 1e12:.2f} TFLOP" if flops >= 1e10 else f"{flops / 1e9:.2f} GFLOP"

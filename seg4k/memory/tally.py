@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from seg4k.memory.recorder import Place, Record, Recorder
-from seg4k.memory.traced import KINDS, Held, Segment, Trace, around, outermost_of
+from seg4k.memory.traced import KINDS, STATIC, Held, Segment, Trace, around, outermost_of
 
 __all__ = ["Noted", "held_by", "tally"]
 
@@ -60,17 +60,16 @@ def tally(
     for record in computed:
         for name in around(record.place.name, segments):
             segments[name].saved_bytes += record.bytes
-    static = sum(
-        record.bytes
-        for record in recorder.records
-        if record.kind in ("parameters", "optimizer", "gradients") and record.freed is None
-    )
+    static = {
+        kind: sum(record.bytes for record in recorder.records if record.kind == kind and record.freed is None)
+        for kind in STATIC
+    }
     outline, marks = _outline(recorder, segments)
     return Trace(
         peak_bytes=peak,
         peak_at=str(_place_at(recorder, moment, segments)),
         peak_kinds=_kinds_at(recorder, moment, set(map(id, computed))),
-        static_bytes=static,
+        static_kinds=static,
         segments=segments,
         live=outline,
         marks=marks,

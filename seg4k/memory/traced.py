@@ -8,7 +8,7 @@ import torch
 
 from seg4k.memory.recorder import Operation
 
-__all__ = ["KINDS", "Argument", "Held", "Segment", "Trace", "around", "outermost_of"]
+__all__ = ["KINDS", "STATIC", "Argument", "Held", "Segment", "Trace", "around", "outermost_of"]
 
 KINDS = (
     "parameters",
@@ -20,6 +20,8 @@ KINDS = (
     "gathered",  # parameters, from the other devices
     "library",
 )
+
+STATIC = ("parameters", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ class Trace:
         peak_bytes: the most bytes held by tensors at one time.
         peak_at: the outermost segment and the phase, as "decoder.block3 backward".
         peak_kinds: what the peak is made of, by `KINDS`; sums up to `peak_bytes`.
-        static_bytes: parameters, buffers, gradients, optimizer state and copies of the weights.
+        static_kinds: what outlives a step, by `STATIC`: parameters with buffers and copies of the weights,
+            gradients, and the optimizer's state, whichever step it comes into being in.
         segments: by name, nested ones too, in forward order; and "input", "loss", "optimizer" for the rest.
         live: bytes alive over the step, thinned to its outline.
         marks: (index into `live`, outermost segment or other place, phase) where each begins.
@@ -102,11 +105,16 @@ class Trace:
     peak_bytes: int
     peak_at: str
     peak_kinds: dict[str, int]
-    static_bytes: int
+    static_kinds: dict[str, int]
     segments: dict[str, Segment]
     live: list[int]
     marks: list[tuple[int, str, str]]
     held: Held | None = None
+
+    @property
+    def static_bytes(self) -> int:
+        """Parameters, buffers, gradients, optimizer state and copies of the weights."""
+        return sum(self.static_kinds.values())
 
     def flops(self, phase: str | None = None) -> int:
         """FLOPs of one batch, forward and backward; or those of one phase."""

@@ -11,8 +11,10 @@ from seg4k.activation_checkpointing.segments import members
 from seg4k.memory.auto import AutoPlanner, PlannedStep
 from seg4k.memory.devices import Device
 from seg4k.memory.ledger import Reading
-from seg4k.memory.preflight import cheapest_changes, what_led
-from seg4k.training.planning import Task, device_of, planned, task_of, tracer_for
+from seg4k.memory.preflight import cheapest_changes, clearly_below, what_led
+from seg4k.memory.readable import gib
+from seg4k.memory.traced import STATIC
+from seg4k.training.planning import Task, device_of, planned, policies_of, task_of, tracer_for
 
 MODES = ("selective", "stage", "block")
 
@@ -26,28 +28,35 @@ def after_out_of_memory(config: Mapping[str, Any], card: Mapping[str, Any]) -> s
     """
     memory = card["memory"]
     reading = Reading(memory["peak_bytes"], memory["peak_source"] or "", memory["reserved_bytes"])
-    led = what_led(reading, (memory.get("breakdown") or {}).get("optimizer", 0), memory["static_bytes"] or 0)
+    static = memory.get("breakdown")  # None in the first step
     try:
         device, task = device_of(config), task_of(config)
     except torch.OutOfMemoryError:  # there is not even enough left to look at the device
+        led = what_led(reading, {kind: static[kind] for kind in STATIC}) if static else "Memory ran out."
         return f"{led} `seg4k plan` tells what would fit."
     applied = Plan({one["name"]: one["policy"] for one in card["activation_checkpointing"]["segments"]})
     budget = device.budget_bytes
     with tracer_for(config, task, device) as tracer:
         now = planned(tracer, device, applied)
+        led = what_led(reading, {kind: (static or now.trace.static_kinds)[kind] for kind in STATIC})
         steps: dict[str, PlannedStep] = {}
         for mode in MODES:
             plan = make_plan(mode, tracer.segment_names)
             if plan != applied:
                 steps[f"activation_checkpointing={mode}"] = planned(tracer, device, plan)
-        best = AutoPlanner(tracer, device).at(budget)
+        # Left to the device's memory, auto might choose what has just failed.
+        auto = max(1, clearly_below(budget, now) >> 10)
+        best = AutoPlanner(tracer, device, policies_of({}, device)).at(auto << 10)
     if best is not None and best.plan not in [step.plan for step in steps.values()]:
-        steps["activation_checkpointing=auto"] = best
+        steps[f"activation_checkpointing=auto activation_checkpointing.budget={auto}KiB"] = best
     for name, changed in _smaller(config):
         steps[name] = _changed(config, changed, task, device, applied)
     fitting = cheapest_changes(steps, budget, now)
     if not fitting:
-        return f"{led} None of {', '.join(steps)} alone would fit; `seg4k plan` tells what does."
+        return (
+            f"{led} None of {', '.join(steps)} alone is predicted to fit with clearly less than this run's "
+            f"{gib(now.trace.peak_bytes)}; `seg4k plan` tells what does."
+        )
     return f"{led} What would fit, the cheapest first: {'; '.join(fitting)}."
 
 

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from seg4k.errors import PlanDoesNotFit, UserError
 from seg4k.memory.report import print_report, save_picture
+from seg4k.training.plan_checks import check_planned
 from seg4k.training.planning import device_of, maximize_batch, predict, task_of
-from seg4k.training.ranges import check_ranges
 
 
 def answer(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,10 +22,10 @@ def answer(config: Mapping[str, Any]) -> dict[str, Any]:
         `report` (plan.json), `text`, `picture` (a PNG in base64, empty where nothing was traced), `message`
         (why nothing fits, empty where something does).
     """
-    check_ranges(config)
+    check_planned(config)
     device = device_of(config)
     task = task_of(config)
-    console = Console(record=True, width=110, file=io.StringIO())
+    console = Console(record=True, width=100, file=io.StringIO())
     try:
         if config["plan"]["maximize"] == "batch":
             batch, prediction = maximize_batch(config, task, device)
@@ -36,10 +36,11 @@ def answer(config: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"plan.maximize={config['plan']['maximize']}: choose batch or null")
     except PlanDoesNotFit as error:
         return {"report": dict(error.report), "text": "", "picture": "", "message": str(error)}
-    print_report(prediction.report, prediction.step.trace, device, console)
+    traces = prediction.step.trace, prediction.baseline.trace
+    print_report(prediction.report, *traces, prediction.budget, console)
     with tempfile.TemporaryDirectory() as folder:
         picture = Path(folder) / "memory.png"
-        save_picture(prediction.step.trace, picture, budget=prediction.report["budget_bytes"])
+        save_picture(prediction.step.trace, picture, budget=prediction.budget.bytes)
         encoded = base64.b64encode(picture.read_bytes()).decode()
     return {
         "report": dict(prediction.report),

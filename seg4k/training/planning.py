@@ -2,7 +2,6 @@
 
 import os
 import platform
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,17 +12,18 @@ from seg4k.activation_checkpointing import Plan, Policy, make_plan
 from seg4k.data.build import build_datamodule
 from seg4k.errors import PlanDoesNotFit, UserError
 from seg4k.memory.auto import AutoPlanner, PlannedStep
+from seg4k.memory.budget import Budget
 from seg4k.memory.cache import cache_directory, cached
 from seg4k.memory.costs import step_seconds
 from seg4k.memory.devices import Device, device_from_dict, this_device
 from seg4k.memory.measured import measure_segments
 from seg4k.memory.preflight import does_not_fit, largest_batch
+from seg4k.memory.readable import gib
 from seg4k.memory.report import plan_report
 from seg4k.memory.tracer import Tracer
+from seg4k.training.plan_checks import check_planned
 from seg4k.training.strategies import check_processes, world_size
 from seg4k.training.traced_step import build_step
-
-UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 @dataclass(frozen=True)
@@ -41,22 +41,9 @@ class Prediction:
 
     plan: Plan
     step: PlannedStep
+    baseline: PlannedStep
+    budget: Budget
     report: Mapping[str, Any]
-
-
-def parse_bytes(value: int | float | str, where: str) -> int:
-    """Bytes from a number, or from words such as `24GiB` or `500 MB`.
-
-    Raises:
-        UserError: anything else, or nothing at all.
-    """
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", str(value))
-    if not found or found[2].upper() not in UNITS or found[1].count(".") > 1:
-        raise UserError(f"{where}={value}: give bytes, or a number and a unit, such as 24GiB")
-    size = int(float(found[1]) * UNITS[found[2].upper()])
-    if size <= 0:
-        raise UserError(f"{where}={value}: give more than nothing")
-    return size
 
 
 def device_of(config: Mapping[str, Any]) -> Device:
@@ -114,34 +101,37 @@ def predict(
         UserError: a mistake in the configuration.
     """
     settings = config["activation_checkpointing"]
+    check_planned(config)
     check_processes(config)
     device = device_of(config) if device is None else device
-    budget = budget_of(settings, device)
+    budget = Budget.of(settings.get("budget"), device)
     if settings["mode"] != "auto":
         with tracer_for(config, task, device) as tracer:
             if speeds:
                 device = with_speeds(device, tracer, config, task)
+                budget = replace(budget, device=device)
             options = {
                 key: value for key, value in settings.items() if key not in ("mode", "budget", "audit")
             }
             plan = make_plan(settings["mode"], tracer.segment_names, **options)
             step, baseline = (planned(tracer, device, p) for p in (plan, Plan()))
-            report = plan_report(step, baseline, device, budget, tracer.segment_names)
+            report = plan_report(step, baseline, budget, tracer.segment_names)
             if not report["feasible"]:
                 planner = AutoPlanner(tracer, device)
                 raise PlanDoesNotFit(_misfit(config, step, planner, budget), report)
-            return Prediction(plan, step, report)
+            return Prediction(plan, step, baseline, budget, report)
     with tracer_for(config, task, device) as tracer:
         device = with_speeds(device, tracer, config, task)
-        planner = AutoPlanner(tracer, device, _policies(settings, device))
-        found = planner.at(budget)
+        budget = replace(budget, device=device)
+        planner = AutoPlanner(tracer, device, policies_of(settings, device))
+        found = planner.at(budget.bytes)
         baseline = planner.planned(Plan())
         if found is None:
             smallest = planner.smallest()
-            report = plan_report(smallest, baseline, device, budget, tracer.segment_names)
-            raise PlanDoesNotFit(does_not_fit(planner, budget, lower=lowering(config)), report)
-        report = plan_report(found, baseline, device, budget, tracer.segment_names)
-        return Prediction(found.plan, found, report)
+            report = plan_report(smallest, baseline, budget, tracer.segment_names)
+            raise PlanDoesNotFit(does_not_fit(planner, budget, lower=lowering(config, device)), report)
+        report = plan_report(found, baseline, budget, tracer.segment_names)
+        return Prediction(found.plan, found, baseline, budget, report)
 
 
 def before_training(config: Mapping[str, Any], task: Task) -> dict[str, Any]:
@@ -177,8 +167,8 @@ def maximize_batch(config: Mapping[str, Any], task: Task, device: Device) -> tup
         PlanDoesNotFit: not even one image does.
     """
     settings = config["activation_checkpointing"]
-    budget = budget_of(settings, device)
-    policies, world = _policies(settings, device), world_size(config["trainer"])
+    budget = Budget.of(settings.get("budget"), device)
+    policies, world = policies_of(settings, device), world_size(config["trainer"])
     tracers: list[Tracer] = []
 
     def planner_for(batch: int) -> AutoPlanner:
@@ -187,13 +177,18 @@ def maximize_batch(config: Mapping[str, Any], task: Task, device: Device) -> tup
         return AutoPlanner(tracers[-1], with_speeds(device, tracers[-1], sized, task), policies)
 
     try:
-        largest = largest_batch(planner_for, budget)
+        largest = largest_batch(planner_for, budget.bytes)
         if largest is None:
-            raise PlanDoesNotFit(does_not_fit(planner_for(1), budget, lower=lowering(config)), {})
+            planner = planner_for(1)
+            budget = replace(budget, device=planner.device)
+            names = tracers[-1].segment_names
+            report = plan_report(planner.smallest(), planner.baseline, budget, names)
+            raise PlanDoesNotFit(does_not_fit(planner, budget, lower=lowering(config, device)), report)
         planner = planner_for(largest.batch)
+        budget = replace(budget, device=planner.device)
         baseline = planner.planned(Plan())
-        report = plan_report(largest.step, baseline, device, budget, tracers[-1].segment_names)
-        return largest.batch, Prediction(largest.step.plan, largest.step, report)
+        report = plan_report(largest.step, baseline, budget, tracers[-1].segment_names)
+        return largest.batch, Prediction(largest.step.plan, largest.step, baseline, budget, report)
     finally:
         for tracer in tracers:
             tracer.close()
@@ -212,33 +207,30 @@ def task_of(config: Mapping[str, Any]) -> Task:
     return Task(len(classes), data.in_channels, classes.ignore_index)
 
 
-def lowering(config: Mapping[str, Any]) -> dict[str, str]:
+def lowering(config: Mapping[str, Any], device: Device) -> dict[str, str]:
     """Settings that lower the smallest budget further, with what each does."""
     options = {}
     if config["batch"]["per_device"] > 1:
         options["batch.per_device=1"] = "fewer images at once; batch.effective is kept by accumulation"
     height, width = config["data"]["image_size"]
     options[f"data.image_size=[{height // 2},{width // 2}]"] = "smaller crops"
-    if not config["activation_checkpointing"].get("offload", True) and config["device"]["name"] != "cpu":
+    if not config["activation_checkpointing"].get("offload", True) and device.kind != "cpu":
         options["activation_checkpointing.offload=true"] = "what segments hold waits in host memory"
     if config["loss"].get("strips") not in ("auto", None):
         options["loss.strips=auto"] = "head and loss in strips of rows"
     if config["model"]["head"]["stride"] == 1:
         options["model.head.stride=2"] = "the last decoder block left out"
-    if config["optimizer"]["name"] != "sgd":
-        options["optimizer=sgd"] = "one moment in place of two"
+    if config["optimizer"]["name"] == "adamw":
+        if config["strategy"]["name"] != "fsdp":  # which cannot divide them
+            options["optimizer=adamw_8bit"] = "moments of 2 bytes a parameter in place of 8"
+        options["optimizer=sgd"] = "one moment of 4 bytes a parameter in place of 8"
     if config["strategy"]["name"] != "fsdp":
         options["strategy=fsdp trainer.devices=N"] = "parameters, gradients and moments divided by N"
     return options
 
 
-def budget_of(settings: Mapping[str, Any], device: Device) -> int:
-    """Bytes that tensors may take: those of the `activation_checkpointing` group, or all but the reserve."""
-    budget = settings.get("budget")
-    return device.budget_bytes if budget is None else parse_bytes(budget, "activation_checkpointing.budget")
-
-
-def _policies(settings: Mapping[str, Any], device: Device) -> tuple[Policy, ...]:
+def policies_of(settings: Mapping[str, Any], device: Device) -> tuple[Policy, ...]:
+    """What `auto` may choose from, beside keeping."""
     # The memory of a CPU is the host's: nothing is gained by a copy in it.
     offload = (Policy.OFFLOAD,) if settings.get("offload", True) and device.kind != "cpu" else ()
     return (Policy.SELECTIVE, Policy.RECOMPUTE, *offload)
@@ -257,13 +249,13 @@ def planned(tracer: Tracer, device: Device, plan: Plan) -> PlannedStep:
     return PlannedStep(plan, trace, step_seconds(trace, device))
 
 
-def _misfit(config: Mapping[str, Any], step: PlannedStep, planner: AutoPlanner, budget: int) -> str:
+def _misfit(config: Mapping[str, Any], step: PlannedStep, planner: AutoPlanner, budget: Budget) -> str:
     mode = config["activation_checkpointing"]["mode"]
-    need = f"activation_checkpointing={mode} needs {step.trace.peak_bytes / 2**30:.2f} GiB"
-    better = planner.at(budget)
+    need = f"activation_checkpointing={mode} needs {gib(step.trace.peak_bytes)}"
+    better = planner.at(budget.bytes)
     if better is None:
-        return f"{need}. {does_not_fit(planner, budget, lower=lowering(config))}"
+        return f"{need}. {does_not_fit(planner, budget, lower=lowering(config, budget.device))}"
     return (
-        f"{need}, and {budget / 2**30:.2f} GiB are there. activation_checkpointing=auto fits: "
-        f"{better.trace.peak_bytes / 2**30:.2f} GiB, at {better.seconds / step.seconds:.2f} times its time."
+        f"{need}, and {gib(budget.bytes)} are there. {budget.bound} activation_checkpointing=auto fits: "
+        f"{gib(better.trace.peak_bytes)}, at {better.seconds / step.seconds:.2f} times its time."
     )

@@ -74,6 +74,20 @@ def test_the_same_switch_on_features_only_means_whole_stages_but_first_and_last(
     assert told.granularity == "blocks"
 
 
+@pytest.mark.parametrize("name", ["regnetx_002", "densenet121"])
+def test_a_switch_that_tells_no_parts_is_not_called_nothing(name):
+    model = timm.create_model(name).train()
+    assert "nothing is recomputed" in str(describe_checkpointing(model))
+    model.set_grad_checkpointing()
+    said = str(describe_checkpointing(model))
+    assert "nothing is recomputed" not in said
+    assert "a switch is on" in said
+    assert "give inputs to see it run" in said
+    seen = describe_checkpointing(model, torch.rand(2, 3, 64, 64))
+    assert seen.regions
+    assert "a switch is on" not in str(seen)
+
+
 def test_torch_wrapper_around_layers():
     model = vit()
     for block in model.blocks:

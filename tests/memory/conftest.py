@@ -110,12 +110,16 @@ def broken():
 
 
 class HereTracer:
-    """A tracer in this process: quicker for steps as small as these."""
+    """A tracer in this process: quicker for steps as small as these.
 
-    def __init__(self, step):
+    Traces are taken from `store` where they are there, but `plans` are only those that were asked for here.
+    """
+
+    def __init__(self, step, store=None):
         self.step = step
         self.segment_names = list(step.model.segments())
         self.traces = {}
+        self.store = {} if store is None else store
 
     @property
     def plans(self):
@@ -123,8 +127,9 @@ class HereTracer:
 
     def trace(self, plan, *, with_held=False):
         key = (plan, with_held)
-        if key not in self.traces:
-            self.traces[key] = trace(self.step, plan, with_held=with_held)
+        if key not in self.store:
+            self.store[key] = trace(self.step, plan, with_held=with_held)
+        self.traces[key] = self.store[key]
         return self.traces[key]
 
 

@@ -1,15 +1,18 @@
 import json
+import re
 
 import pytest
 import torch
 
+from seg4k.activation_checkpointing import make_plan
 from seg4k.cli import main
 from seg4k.errors import PlanDoesNotFit, UserError
+from seg4k.memory.budget import parse_bytes
 from seg4k.memory.cache import cache_directory
 from seg4k.memory.trace import trace
 from seg4k.training.out_of_memory import after_out_of_memory
 from seg4k.training.plan_answer import answer
-from seg4k.training.planning import Task, before_training, lowering, parse_bytes, predict
+from seg4k.training.planning import Task, before_training, device_of, lowering, predict
 from seg4k.training.traced_step import build_step
 from seg4k.training.train import train
 from tests.helpers import configuration, make_folder, smoke
@@ -31,7 +34,7 @@ def test_bytes_in_words(text, size):
     assert parse_bytes(text, "x") == size
 
 
-@pytest.mark.parametrize("text", ["many", "24 gallons", "0", "1.2.3GiB", "-5"])
+@pytest.mark.parametrize("text", ["many", "24 gallons", "0", "1.2.3GiB", "-5", ".", ".GiB", "", 400 * "9"])
 def test_bytes_in_other_words(text):
     with pytest.raises(UserError, match="x="):
         parse_bytes(text, "x")
@@ -199,6 +202,48 @@ def test_a_budget_is_for_auto_and_breaks_no_other_mode(root):
         predict(config, TASK)
 
 
+BUDGET = "activation_checkpointing.budget=400GiB"
+
+
+def test_a_budget_is_held_against_the_device():
+    """Asking for more than the device has gives no more than it has."""
+    tight = {"memory_bytes": 6 << 20, "reserve_bytes": 1 << 20}
+    refused = (
+        r"activation_checkpointing.budget=400.00 GiB is above the 5.0 MiB that NVIDIA GeForce RTX 4090 has"
+    )
+    for mode in ("none", "auto"):
+        config = replace_device(configuration(*TINY, f"activation_checkpointing={mode}", BUDGET), **tight)
+        with pytest.raises(PlanDoesNotFit, match=refused):
+            predict(config, TASK)
+        with pytest.raises(PlanDoesNotFit, match=r"No plan fits in 5\.0 MiB"):
+            before_training(config, TASK)
+    said = answer(replace_device(configuration(*TINY, "plan.maximize=batch", BUDGET), **tight))
+    assert "No plan fits in 5.0 MiB" in said["message"]
+    assert "budget=400.00 GiB is above" in said["message"]
+
+
+@pytest.mark.parametrize(
+    ("given", "bound", "sentence"),
+    [
+        (
+            "400GiB",
+            24564 * 2**20 - GIB,
+            "The device bounds it: activation_checkpointing.budget=400.00 GiB is above",
+        ),
+        (
+            None,
+            24564 * 2**20 - GIB,
+            "The device bounds it: NVIDIA GeForce RTX 4090 has 22.99 GiB for tensors",
+        ),
+        ("8GiB", 8 * GIB, "activation_checkpointing.budget=8.00 GiB bounds it"),
+    ],
+)
+def test_the_report_says_what_bounds_the_budget(given, bound, sentence):
+    said = answer(configuration(*TINY, f"activation_checkpointing.budget={given or 'null'}"))
+    assert said["report"]["budget_bytes"] == bound
+    assert sentence in said["text"]
+
+
 def test_nothing_fits():
     config = configuration(*TINY, "activation_checkpointing=auto", "activation_checkpointing.budget=1KiB")
     with pytest.raises(PlanDoesNotFit) as caught:
@@ -210,24 +255,41 @@ def test_nothing_fits():
     assert caught.value.report["feasible"] is False
 
 
+def lowered(*overrides):
+    config = configuration(*TINY, "activation_checkpointing=auto", *overrides)
+    return set(lowering(config, device_of(config)))
+
+
 def test_what_lowers_the_need_is_what_is_not_set():
-    config = configuration(*TINY, "activation_checkpointing=auto")
-    assert "optimizer=sgd" in lowering(config)
-    assert "activation_checkpointing.offload=true" not in lowering(config)
-    config = configuration(
-        *TINY,
+    assert {"optimizer=sgd", "optimizer=adamw_8bit"} <= lowered()
+    assert "activation_checkpointing.offload=true" not in lowered()
+    offload = "activation_checkpointing.offload=false"
+    found = lowered(
         "optimizer=sgd",
         "batch.per_device=2",
         "batch.effective=2",
-        "activation_checkpointing=auto",
-        "activation_checkpointing.offload=false",
+        offload,
         "loss.strips=1",
         "model.head.stride=2",
     )
-    assert {"batch.per_device=1", "activation_checkpointing.offload=true", "loss.strips=auto"} <= set(
-        lowering(config)
-    )
-    assert not {"optimizer=sgd", "model.head.stride=2"} & set(lowering(config))
+    assert {"batch.per_device=1", "activation_checkpointing.offload=true", "loss.strips=auto"} <= found
+    assert not {"optimizer=sgd", "optimizer=adamw_8bit", "model.head.stride=2"} & found
+    assert "activation_checkpointing.offload=true" not in lowered("device=cpu", offload)
+
+
+def test_no_optimizer_is_advised_that_needs_more():
+    # sgd keeps 4 bytes a parameter, adamw_8bit 2; the latter is not for fsdp.
+    assert not any(option.startswith("optimizer=") for option in lowered("optimizer=adamw_8bit"))
+    assert "optimizer=adamw_8bit" not in lowered("strategy=fsdp", "trainer.devices=2")
+
+
+def test_what_is_known_is_told_where_not_one_image_fits():
+    config = configuration(*TINY, "plan.maximize=batch", "activation_checkpointing.budget=1KiB")
+    said = answer(config)
+    assert "No plan fits" in said["message"]
+    assert said["report"]["feasible"] is False
+    assert f"{said['report']['predicted']['peak_bytes']} bytes" in said["message"]
+    assert said["report"]["segments"]
 
 
 @pytest.mark.slow
@@ -242,7 +304,11 @@ def test_after_running_out_of_memory():
     config = configuration(*TINY, "batch.per_device=2", "batch.effective=2", "data.image_size=[256,256]")
     memory = {"peak_bytes": 9 * GIB, "peak_source": "cuda_allocator", "reserved_bytes": 10 * GIB}
     run_card = {
-        "memory": {**memory, "static_bytes": GIB, "breakdown": {"optimizer": GIB // 2}},
+        "memory": {
+            **memory,
+            "static_bytes": GIB,
+            "breakdown": {"parameters": GIB // 4, "gradients": GIB // 4, "optimizer": GIB // 2},
+        },
         "activation_checkpointing": {"segments": []},
     }
     text = after_out_of_memory(config, run_card)
@@ -250,7 +316,61 @@ def test_after_running_out_of_memory():
     assert "the cheapest first" in text
     assert text.count("time a step") == 3
     tight = replace_device(config, memory_bytes=(1 << 20) + 1, reserve_bytes=1 << 20)
-    assert "alone would fit" in after_out_of_memory(tight, run_card)
+    assert "alone is predicted to fit" in after_out_of_memory(tight, run_card)
+
+
+@pytest.mark.parametrize(
+    ("setting", "allowed"),
+    [
+        ("plan.num_classes=0", "1 or more"),
+        ("plan.num_classes=-3", "1 or more"),
+        ("plan.num_classes=abc", "1 or more"),
+        ("data.image_size=512", "such as [512,512]"),
+        ("data.image_size=[0,64]", "such as [512,512]"),
+        ("data.image_size=[64,64,3]", "such as [512,512]"),
+        ("batch.per_device=0", "1 or more"),
+        ("batch.effective=0", "1 or more"),
+        ("activation_checkpointing.budget=.", "such as 24GiB"),
+    ],
+)
+def test_mistakes_in_what_is_planned(tmp_path, monkeypatch, capsys, setting, allowed):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert main(["plan", *TINY, setting]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert setting.replace(",", ", ") in said
+    assert allowed in said
+
+
+def first_step_failed(peak, segments=()):
+    """The card of a run that ran out of memory before anything static was counted."""
+    memory = {"peak_bytes": peak, "peak_source": "cuda_allocator", "reserved_bytes": peak}
+    parts = [{"name": name, "policy": str(policy)} for name, policy in dict(segments).items()]
+    return {
+        "memory": {**memory, "static_bytes": None, "breakdown": None},
+        "activation_checkpointing": {"segments": parts},
+    }
+
+
+@pytest.mark.parametrize(("optimizer", "leader"), [("adamw", "optimizer state"), ("sgd", "parameters")])
+def test_who_led_in_the_first_step(monkeypatch, optimizer, leader):
+    monkeypatch.setattr("seg4k.training.out_of_memory.MODES", ())
+    overrides = (*DEEP, f"optimizer={optimizer}", "model.head.stride=2")
+    static = traced(*overrides).static_bytes
+    said = after_out_of_memory(configuration(*TINY, *overrides), first_step_failed(static))
+    assert said.startswith(f"Memory ran out, led by {leader} (")
+
+
+def test_only_what_needs_less_is_recommended():
+    """A run that was predicted to fit ran out of memory: what needs more memory is no help."""
+    config = configuration(*TINY, "data.image_size=[256,256]", "activation_checkpointing=stage")
+    names = list(build_step(config, 5, 3, 255).model.segments())
+    peak = traced("data.image_size=[256,256]", plan=make_plan("stage", names)).peak_bytes
+    said = after_out_of_memory(config, first_step_failed(peak, make_plan("stage", names)))
+    offered = [float(size) for size in re.findall(r"=\w+: ([\d.]+) MiB", said)]
+    assert offered
+    assert max(offered) < 0.96 * peak / 2**20
 
 
 def replace_device(config, **figures):

@@ -225,11 +225,9 @@ def test_running_out_of_memory_is_told_apart(root, tmp_path, monkeypatch):
         train(smoke(root), tmp_path, "")
     card = json.loads((tmp_path / "run_card.json").read_text())
     assert card["status"] == "out_of_memory"
-    # Which of the three led, and what would fit, with its cost.
-    assert "Memory ran out, led by" in card["error"]
-    change = r"[\w.]+=\w+: [\d.]+ MiB, [+-][\d.]+% time a step"
-    assert re.search(f"What would fit, the cheapest first: {change}; {change}; {change}", card["error"])
-    assert "activation_checkpointing=" in card["error"]
+    # In the first step nothing static was counted: what leads is known by trace. Images are small here.
+    assert "Memory ran out, led by optimizer state (activations " in card["error"]
+    assert re.search(r"None of .*activation_checkpointing=stage, .* fit with clearly less", card["error"])
     assert card["metrics"]["val_miou"] is None
 
 
