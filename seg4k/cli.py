@@ -28,7 +28,7 @@ USAGE = """seg4k VERB [overrides]
 
 Every override is KEY=VALUE of the configuration in conf/, or GROUP=NAME of one of its groups.
 Exit status: 0 success, 2 a mistake in the command or the data, 3 a plan that does not fit,
-anything else a fault of seg4k.
+130 and 143 ended by Ctrl-C and SIGTERM, anything else a fault of seg4k.
 """
 
 DOES_NOT_FIT = 3

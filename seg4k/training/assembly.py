@@ -19,13 +19,14 @@ from seg4k.losses.build import build_loss, strip_options
 from seg4k.models.vit_unet import ViTUNet, build_model
 from seg4k.training.agreement import decided_by_the_first
 from seg4k.training.callbacks import MemoryWatch, ProgressBar, ProgressLines, Stopwatch, WaitBegins
-from seg4k.training.checkpoints import AtomicCheckpointIO, Checkpoints, check_fits
+from seg4k.training.checkpoints import AtomicCheckpointIO, Checkpoints
 from seg4k.training.compilation import compile_segments
 from seg4k.training.interruption import Interruption
 from seg4k.training.launch import Job
 from seg4k.training.loggers import build_loggers
 from seg4k.training.module import ON_NAN, SegmentationModule
 from seg4k.training.planning import Task, before_training, is_predicted
+from seg4k.training.resume import check_fits
 from seg4k.training.run_card import PRECISIONS, device_state
 from seg4k.training.sharding import ShardedSegmentationModule
 from seg4k.training.strategies import (

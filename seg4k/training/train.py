@@ -18,7 +18,7 @@ from seg4k.errors import UserError
 from seg4k.training.agreement import leave_process_group, of_every_process
 from seg4k.training.assembly import prepare
 from seg4k.training.callbacks import MemoryWatch, Stopwatch, largest_peak
-from seg4k.training.checkpoints import Checkpoints, check_run_directory, disk_is_full, find_checkpoint
+from seg4k.training.checkpoints import Checkpoints, disk_is_full
 from seg4k.training.interruption import Interruption
 from seg4k.training.launch import WORLD_VARIABLES, Job, Launcher
 from seg4k.training.loggers import log_artifacts
@@ -27,6 +27,7 @@ from seg4k.training.out_of_memory import after_out_of_memory
 from seg4k.training.pictures import draw_samples
 from seg4k.training.quiet import quiet
 from seg4k.training.ranges import check_ranges
+from seg4k.training.resume import check_run_directory, find_checkpoint
 from seg4k.training.run_card import blank_card, device_state, ending, finite, write_card
 from seg4k.training.sharding import ShardedSegmentationModule
 from seg4k.training.strategies import check_strategy

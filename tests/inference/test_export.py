@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from seg4k.cli import main
-from seg4k.inference import export
+from seg4k.inference import export, verification
 from seg4k.inference.segmenter import load_segmenter
 from seg4k.training.train import train
 from seg4k.training.weights import load_model
@@ -87,14 +87,14 @@ def test_a_fixed_size_and_one_file(checkpoint, root, tmp_path, capsys):
 def test_a_model_of_4k_is_verified_at_sizes_that_fit(checkpoint, monkeypatch):
     segmenter = load_segmenter(checkpoint, "cpu", "fp32")
     segmenter.config["data"]["image_size"] = [2160, 3840]
-    shapes = export._shapes(segmenter, None, 4)
+    shapes = verification.shapes_to_verify(segmenter, None, 4)
     (one, *double), (count, *single) = shapes
     assert (one, count) == (1, 4)
     assert [side % 16 for side in (*single, *double)] == [0] * 4
     assert double == [2 * side for side in single]
     assert single[0] // 16 * (single[1] // 16) <= 1024
     assert single[1] / single[0] == pytest.approx(3840 / 2160, rel=0.05)
-    assert export._shapes(segmenter, (2160, 3840), 4) == [(1, 2160, 3840)]
+    assert verification.shapes_to_verify(segmenter, (2160, 3840), 4) == [(1, 2160, 3840)]
     # That any size goes is asked of the training size too, in no memory and no time.
     peaks, real = [], torch.export.ExportedProgram.module
 
@@ -109,7 +109,7 @@ def test_a_model_of_4k_is_verified_at_sizes_that_fit(checkpoint, monkeypatch):
 
 
 def test_a_fixed_size_that_no_memory_holds_in_onnx_is_refused(checkpoint, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(export, "free_bytes", lambda device: 2**30)
+    monkeypatch.setattr(verification, "free_bytes", lambda device: 2**30)
     arguments = [f"checkpoint={checkpoint}", "size=[2160,3840]"]
     monkeypatch.setattr(export, "_trace", lambda *_: (_ for _ in ()).throw(AssertionError("not before")))
     assert main(["export", *arguments, f"output={tmp_path / 'm.onnx'}"]) == 2
@@ -120,8 +120,8 @@ def test_a_fixed_size_that_no_memory_holds_in_onnx_is_refused(checkpoint, tmp_pa
 
 
 def test_labels_that_disagree_fail(checkpoint, tmp_path, monkeypatch, capsys):
-    real = export._compare
-    monkeypatch.setattr(export, "_compare", lambda *a: real(*a[:3], lambda image: -a[3](image)))
+    real = verification._compare
+    monkeypatch.setattr(verification, "_compare", lambda *a: real(*a[:3], lambda image: -a[3](image)))
     file = tmp_path / "m.pt2"
     assert main(["export", f"checkpoint={checkpoint}", f"output={file}", "size=[32,48]", "count=1"]) == 1
     assert "FAILED: labels must agree on 99.9%" in capsys.readouterr().out

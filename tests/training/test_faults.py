@@ -16,8 +16,8 @@ from seg4k.data.sampling import epoch_order, scene_order
 from seg4k.errors import UserError
 from seg4k.models.vit_unet import build_model
 from seg4k.training.callbacks import MemoryWatch, Stopwatch
-from seg4k.training.checkpoints import find_checkpoint
 from seg4k.training.metrics_csv import MetricsCsv
+from seg4k.training.resume import find_checkpoint
 from seg4k.training.train import train
 from seg4k.training.weights import read_checkpoint
 from tests.helpers import make_folder, smoke
