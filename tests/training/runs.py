@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,10 +30,13 @@ TINY = (
 def start(root: Path, directory: Path, *overrides: str, file_size: int | None = None):
     """`python train.py` on the folder at `root`, in `directory`; files end at `file_size` bytes."""
 
-    def limit() -> None:
+    def prepare() -> None:
         import resource
 
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
+        # A shell that runs the tests in the background has them, and what they start, ignore Ctrl-C.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if file_size:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
 
     return subprocess.Popen(
         [
@@ -48,7 +52,7 @@ def start(root: Path, directory: Path, *overrides: str, file_size: int | None = 
         stderr=subprocess.STDOUT,
         text=True,
         cwd=directory.parent,
-        preexec_fn=limit if file_size else None,
+        preexec_fn=prepare,
     )
 
 
