@@ -6,7 +6,7 @@ import pytest
 import segmentation_models_pytorch.losses as smp
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from seg4k.losses.build import build_loss
@@ -95,11 +95,12 @@ def reference(config, logits, target, weights=None):
     return total
 
 
-def assert_agrees(loss, expected, logits, tolerance=1e-6, gradient_tolerance=1e-5):
+def assert_agrees(loss, expected, logits, tolerance=1e-6, gradient_tolerance=1e-5, floor=0.0):
+    """Relative tolerances; `floor` is absolute, for values that are differences of larger ones."""
     gradient, wanted = torch.autograd.grad(loss, logits)[0], torch.autograd.grad(expected, logits)[0]
-    assert math.isclose(loss.item(), expected.item(), rel_tol=tolerance, abs_tol=1e-12)
+    assert math.isclose(loss.item(), expected.item(), rel_tol=tolerance, abs_tol=max(floor, 1e-12))
     assert gradient.isfinite().all()
-    assert (gradient - wanted).norm() <= gradient_tolerance * wanted.norm()
+    assert (gradient - wanted).norm() <= gradient_tolerance * wanted.norm() + floor
 
 
 @pytest.mark.parametrize("classes", [1, 2, 5, 19])
@@ -138,11 +139,14 @@ def test_gradcheck(name, classes):
     name=st.sampled_from(sorted(CONFIGS)),
     seed=st.integers(0, 2**16),
 )
+@example(batch_size=1, height=4, width=1, classes=3, name="ce", seed=1123)
 @settings(max_examples=60, deadline=None)
 def test_any_shape_against_float64_formulas(batch_size, height, width, classes, name, seed):
     logits, target = batch(classes, "some_ignored", (batch_size, height + 3, width), seed=seed)
     loss = build_loss(CONFIGS[name], classes)(logits, target)
-    assert_agrees(loss, reference(CONFIGS[name], logits, target), logits, 1e-5, 1e-4)
+    # A few pixels may all be all but certain: what is left of logits of about 10 is their rounding.
+    floor = 16 * torch.finfo(torch.float32).eps
+    assert_agrees(loss, reference(CONFIGS[name], logits, target), logits, 1e-5, 1e-4, floor)
 
 
 # Other libraries, where theirs is right.

@@ -221,8 +221,9 @@ def test_running_out_of_memory_is_told_apart(root, tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
     monkeypatch.setattr("seg4k.training.module.SegmentationModule.training_step", no_memory)
+    # Long enough that the ledger is not open in the first step: it would count what other tests have left.
     with pytest.raises(torch.OutOfMemoryError):
-        train(smoke(root), tmp_path, "")
+        train(smoke(root, "trainer.max_steps=8", "trainer.val_every_steps=8"), tmp_path, "")
     card = json.loads((tmp_path / "run_card.json").read_text())
     assert card["status"] == "out_of_memory"
     # In the first step nothing static was counted: what leads is known by trace. Images are small here.
