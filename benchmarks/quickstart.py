@@ -1,4 +1,4 @@
-"""experiment=quickstart under three seeds, with nothing recomputed and under `stage`: scores, peaks, seconds.
+"""experiment=quickstart under three seeds, with nothing recomputed and under `stage`: scores and peaks.
 
 python benchmarks/quickstart.py                       six runs of about 150 s on two cores
 python benchmarks/quickstart.py --runs FOLDER         keep the runs there; complete ones are not repeated
@@ -10,7 +10,6 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from provenance import RESULTS, child_environment, provenance
@@ -22,27 +21,25 @@ SEEDS = (0, 1, 2)
 
 
 def card_of(directory, mode, seed, overrides):
-    """The card of one run, made unless it is there, and its seconds from the command to its end."""
-    path, took = directory / "run_card.json", directory / "seconds.txt"
-    if not took.is_file():
+    """The card of one run, made or brought to its end unless it is complete."""
+    path = directory / "run_card.json"
+    if not path.is_file() or json.loads(path.read_text(encoding="utf-8"))["status"] != "completed":
         words = [f"activation_checkpointing={mode}", f"seed={seed}", f"hydra.run.dir={directory}", *overrides]
-        started = time.perf_counter()
+        words.append("resume=auto")
         command = [sys.executable, "-m", "seg4k", "train", "experiment=quickstart", *words]
         status = subprocess.run(command, check=False, env=child_environment()).returncode
         if status:
             raise SystemExit(f"{directory}: the run ended with status {status}")
-        took.write_text(f"{time.perf_counter() - started:.1f}\n")
-    return json.loads(path.read_text(encoding="utf-8")), float(took.read_text())
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
-def row_of(card, seconds):
+def row_of(card):
     return {
         "mode": card["config"]["activation_checkpointing"]["mode"],
         "seed": card["seed"],
         "metrics": card["metrics"],
         "peak_bytes": card["memory"]["peak_bytes"],
         "step_seconds_median": card["throughput"]["step_seconds_median"],
-        "seconds": seconds,
         "code": card["code"],
     }
 
@@ -68,7 +65,7 @@ def main():
     for seed in options.seeds:
         for mode in MODES:
             found = card_of(options.runs / f"{mode}_{seed}", mode, seed, options.overrides)
-            rows.append(row_of(*found))
+            rows.append(row_of(found))
     steps = json.loads((options.runs / f"none_{options.seeds[0]}" / "run_card.json").read_text())["config"]
     config = {"experiment": "quickstart", "max_steps": steps["trainer"]["max_steps"]}
     config["precision"] = steps["precision"]

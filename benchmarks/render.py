@@ -456,11 +456,6 @@ def quickstart_table(result):
     return table(head, rows)
 
 
-def quickstart_line(result):
-    seconds = [row["seconds"] for row in result["rows"]]
-    return f"{min(seconds):.0f} to {max(seconds):.0f} s from the command to its end. {made(result)}"
-
-
 def modes_cpu_table(result):
     rows = []
     for name, row in result["rows"].items():
@@ -551,7 +546,7 @@ def tables(results):
         found["one-step"] = f"{one_step_line(one_step)} {source(one_step)}"
     if single["quickstart"]:
         quickstart = single["quickstart"]
-        found["quickstart"] = f"{quickstart_table(quickstart)}\n\n{quickstart_line(quickstart)}"
+        found["quickstart"] = f"{quickstart_table(quickstart)}\n\n{made(quickstart)}"
     if single["modes"]:
         found["modes-cpu"] = f"{modes_cpu_table(single['modes'])}\n\n{made(single['modes'])}"
     if single["guards"]:

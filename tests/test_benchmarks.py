@@ -226,6 +226,7 @@ def test_what_fails_is_a_row():
     assert "| 4 | none | out of memory | 1.00 GiB |" in render.gpu_modes({"rows": [gpu]})
 
 
+@pytest.mark.slow
 def test_scores_and_peaks_of_quickstart(tmp_path):
     from tests.helpers import make_folder
 
